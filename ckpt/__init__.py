@@ -1,0 +1,84 @@
+"""Redundancy-aware checkpoints for distributed training. docs/architecture.md is the way in.
+
+Names are loaded when first used, so that ``python -m ckpt ls`` needs no torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ckpt.errors import (
+        CheckpointExists,
+        CkptError,
+        ConfigError,
+        DigestMismatch,
+        FormatError,
+        IntegrityError,
+        LayoutError,
+        MissingChunk,
+        MissingState,
+        NoSuchCheckpoint,
+        RankFailure,
+        ReplicaDivergence,
+        StoreError,
+        UnsupportedLayout,
+    )
+    from ckpt.loading import latest, load, steps
+    from ckpt.report import LoadReport, SaveReport
+    from ckpt.saving import save
+
+_HOME = {
+    "save": "ckpt.saving",
+    "load": "ckpt.loading",
+    "latest": "ckpt.loading",
+    "steps": "ckpt.loading",
+    "SaveReport": "ckpt.report",
+    "LoadReport": "ckpt.report",
+    "CkptError": "ckpt.errors",
+    "ConfigError": "ckpt.errors",
+    "LayoutError": "ckpt.errors",
+    "UnsupportedLayout": "ckpt.errors",
+    "MissingState": "ckpt.errors",
+    "StoreError": "ckpt.errors",
+    "FormatError": "ckpt.errors",
+    "IntegrityError": "ckpt.errors",
+    "DigestMismatch": "ckpt.errors",
+    "MissingChunk": "ckpt.errors",
+    "ReplicaDivergence": "ckpt.errors",
+    "NoSuchCheckpoint": "ckpt.errors",
+    "CheckpointExists": "ckpt.errors",
+    "RankFailure": "ckpt.errors",
+}
+
+__all__ = [
+    "CheckpointExists",
+    "CkptError",
+    "ConfigError",
+    "DigestMismatch",
+    "FormatError",
+    "IntegrityError",
+    "LayoutError",
+    "LoadReport",
+    "MissingChunk",
+    "MissingState",
+    "NoSuchCheckpoint",
+    "RankFailure",
+    "ReplicaDivergence",
+    "SaveReport",
+    "StoreError",
+    "UnsupportedLayout",
+    "latest",
+    "load",
+    "save",
+    "steps",
+]
+
+__version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME:
+        raise AttributeError(f"module 'ckpt' has no attribute {name!r}")
+    return getattr(import_module(_HOME[name]), name)

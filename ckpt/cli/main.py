@@ -1,0 +1,113 @@
+"""The command line: ``ckpt ls|show|verify ROOT``. Reads repositories only; needs no torch, no GPU, no other rank.
+
+Exit codes are those of :mod:`ckpt.errors`; docs/cli.md lists them. With ``--json`` standard output carries exactly one
+JSON document, for errors too.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ckpt.cli import render
+from ckpt.errors import CkptError, IntegrityError, NoSuchCheckpoint
+from ckpt.repo.repository import MARKER, Repository
+from ckpt.repo.verify import verify as check
+from ckpt.store.open import open_store
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="ckpt")
+def cli() -> None:
+    """Look into checkpoint repositories: ROOT is a path or URL."""
+
+
+def command(body: Callable[..., int]) -> Callable[..., None]:
+    """Give ``body`` the arguments that all commands share; map its errors and its result to exit codes."""
+
+    @cli.command(name=body.__name__.removesuffix("_"), help=body.__doc__)
+    @click.argument("root")
+    @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+    @functools.wraps(body)
+    def run(root: str, as_json: bool, **options: Any) -> None:
+        try:
+            code = body(Repository(open_store(root)), as_json, **options)
+        except CkptError as error:
+            code = error.exit_code
+            problem = {"type": type(error).__name__, "message": str(error), "exit_code": code}
+            if as_json:
+                print_json({"error": problem})
+            click.echo(f"{problem['type']}: {error}", err=True)
+        sys.exit(code)
+
+    return run
+
+
+def print_json(document: Any) -> None:
+    """Print one JSON document to standard output."""
+    click.echo(json.dumps(document, indent=2, ensure_ascii=False))
+
+
+step_option = click.option("--step", type=click.IntRange(min=0), help="Default: the newest committed step.")
+
+
+@command
+def ls(repository: Repository, as_json: bool) -> int:
+    """List the checkpoints in ROOT, oldest first."""
+    repository.check_marker()
+    started, rows, code = repository.started(), [], 0
+    if not started and repository.store.size(MARKER) is None:
+        raise NoSuchCheckpoint(f"no repository in {repository.store.url}")
+    committed = repository.steps()
+    for step in committed:
+        try:
+            rows.append(render.commit_row(repository.read_commit(step)))
+        except CkptError as error:  # one bad commit must not hide the good ones
+            rows.append({"step": step, "error": f"{type(error).__name__}: {error}"})
+            code = error.exit_code
+    unfinished = sorted(set(started) - set(committed))
+    if as_json:
+        print_json({"root": repository.store.url, "checkpoints": rows, "uncommitted": unfinished})
+    else:
+        render.print_list(rows, unfinished)
+    return code
+
+
+@command
+@step_option
+def show(repository: Repository, as_json: bool, step: int | None) -> int:
+    """Show what one checkpoint holds: tensors, objects, and how they are stored."""
+    document = render.describe(repository.read_index(repository.pick(step)))
+    if as_json:
+        print_json(document)
+    else:
+        render.print_checkpoint(document)
+    return 0
+
+
+@command
+@step_option
+def verify(repository: Repository, as_json: bool, step: int | None) -> int:
+    """Check every stored byte of one step, or of all steps and what lies beside them.
+
+    Damage is what a checkpoint promises and the repository does not have; the exit code is then 3. Garbage is what no
+    checkpoint needs, such as the leftovers of a killed save: it is listed, and no error.
+    """
+    result = check(repository, step)
+    if as_json:
+        print_json(render.verification(result))
+    else:
+        render.print_verification(result)
+    return IntegrityError.exit_code if result.damaged else 0
+
+
+def main() -> None:
+    """Run the command line (the ``ckpt`` script and ``python -m ckpt``)."""
+    cli(prog_name="ckpt")

@@ -1,0 +1,214 @@
+"""From what a repository holds to plain documents, and from those to tables that are never cut."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter, defaultdict
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ckpt.format.manifest import DERIVED, plain
+from ckpt.repo.repository import attempt_prefix
+from ckpt.repo.verify import DAMAGE, GARBAGE
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from ckpt.format.manifest import CommitBody
+    from ckpt.repo.repository import Index
+    from ckpt.repo.verify import Verification
+
+PIPE_WIDTH = 100_000
+"""Columns when nobody looks on: a pipe has no width, and a cut name is a wrong name."""
+
+
+def console() -> Console:
+    """Return a console on the standard output of this moment."""
+    return Console(highlight=False, width=None if sys.stdout.isatty() else PIPE_WIDTH)
+
+
+def commit_row(body: CommitBody) -> dict[str, Any]:
+    """Return what ``ls`` says of one checkpoint."""
+    return {
+        "step": body.step,
+        "attempt": body.attempt,
+        "created": body.created,
+        "engine": body.engine,
+        "world": body.world,
+        **body.totals,
+    }
+
+
+def describe(index: Index) -> dict[str, Any]:
+    """Return everything that ``show`` says of one checkpoint."""
+    own = attempt_prefix(index.commit.step, index.commit.attempt) + "/"
+    stored: dict[int, Counter[str]] = defaultdict(Counter)
+    sources: dict[int, set[int]] = defaultdict(set)
+    objects = []
+    for part in index.parts:
+        for chunk in part.chunks:
+            if chunk.pack == DERIVED:
+                stored[chunk.spec]["derived"] += chunk.nbytes
+                continue
+            key = part.packs[chunk.pack].key
+            kind = "written" if key.startswith(own) else "reused"
+            stored[chunk.spec][kind] += chunk.nbytes
+            if kind == "reused":
+                sources[chunk.spec].add(int(key.split("/")[1]))
+        for entry in part.objects:
+            blobs = [entry.document, *(blob for tensor in entry.tensors for blob in tensor.blobs)]
+            nbytes = sum(blob.nbytes for blob in blobs)
+            objects.append({"name": entry.name, "kind": entry.kind, "ranks": list(entry.ranks), "nbytes": nbytes})
+    tensors = [
+        {
+            "fqn": spec.fqn,
+            "role": spec.role,
+            "dtype": spec.dtype,
+            "shape": list(spec.shape),
+            "nbytes": spec.nbytes,
+            "stored": {kind: stored[number][kind] for kind in ("written", "reused", "derived")},
+            "reused_from": sorted(sources[number]),
+        }
+        for number, spec in enumerate(index.specs)
+    ]
+    return {
+        "commit": plain(index.commit),
+        "aliases": dict(index.root.aliases),
+        "tensors": tensors,
+        "objects": sorted(objects, key=lambda o: (o["name"], o["ranks"])),
+        "divergences": plain(index.root.divergences),
+    }
+
+
+def print_list(rows: Sequence[dict[str, Any]], unfinished: Sequence[int]) -> None:
+    """Print the table of ``ls``."""
+    heads = ("step", "created", "engine", "ranks", "unique", "written", "reused", "note")
+    table = new_table(heads, right=("step", "ranks", "unique", "written", "reused"))
+    for row in rows:
+        if "error" in row:
+            table.add_row(str(row["step"]), *[""] * 6, Text(row["error"], "red"))
+            continue
+        sizes = (size(row.get(name, 0)) for name in ("bytes_unique", "bytes_written", "bytes_reused"))
+        diverging = row.get("divergences", 0)
+        note = Text(f"{diverging} diverging replica(s)", "yellow") if diverging else Text()
+        head = (str(row["step"]), row["created"], row["engine"], str(row["world"]))
+        table.add_row(*map(Text, (*head, *sizes)), note)
+    out = console()
+    out.print(table if rows else "no committed checkpoint")
+    if unfinished:
+        out.print(f"begun and not committed: step {', '.join(map(str, unfinished))}")
+
+
+def print_checkpoint(document: dict[str, Any]) -> None:
+    """Print the tables of ``show``."""
+    out, commit = console(), document["commit"]
+    software = ", ".join(f"{name} {version}" for name, version in sorted(commit["software"].items()))
+    out.print(Text(f"step {commit['step']}, attempt {commit['attempt']}, saved {commit['created']}"))
+    out.print(Text(f"by {commit['world']} rank(s) of {commit['engine']} ({software})"))
+    out.print(Text(", ".join(f"{name.replace('_', ' ')} {amount(name, n)}" for name, n in commit["totals"].items())))
+
+    table = new_table(("tensor", "role", "dtype", "shape", "size", "stored"), right=("size",))
+    for tensor in document["tensors"]:
+        shape = "×".join(map(str, tensor["shape"])) or "scalar"
+        cells = (tensor["fqn"], tensor["role"], tensor["dtype"], shape, size(tensor["nbytes"]), how_stored(tensor))
+        table.add_row(*map(Text, cells))
+    out.print(table)
+
+    if document["aliases"]:
+        table = new_table(("tied name", "is stored as"))
+        for alias, name in document["aliases"].items():
+            table.add_row(Text(alias), Text(name))
+        out.print(table)
+    if document["objects"]:
+        table = new_table(("object", "kind", "size", "equal on ranks"), right=("size",))
+        for entry in document["objects"]:
+            table.add_row(*map(Text, (entry["name"], entry["kind"], size(entry["nbytes"]), spans(entry["ranks"]))))
+        out.print(table)
+    for divergence in document["divergences"]:
+        sides = "; ".join(f"{digest} on rank(s) {spans(ranks)}" for digest, ranks in divergence["copies"].items())
+        where = f"{divergence['fqn']} ({divergence['role']}) at {divergence['offsets']}+{divergence['sizes']}"
+        out.print(Text(f"replicas differ: {where}: {sides}; kept {divergence['kept']}", "yellow"))
+
+
+def verification(result: Verification) -> dict[str, Any]:
+    """Return everything that ``verify`` found, as a plain document."""
+    return {"damaged": result.damaged, **asdict(result)}
+
+
+def print_verification(result: Verification) -> None:
+    """Print the findings of ``verify``, damage first, and what was checked."""
+    out = console()
+    for title, severity, style in (("damage", DAMAGE, "red"), ("garbage", GARBAGE, "yellow")):
+        found = [finding for finding in result.findings if finding.severity == severity]
+        if not found:
+            continue
+        table = new_table((title, "file", "what"))
+        for finding in found:
+            where = "" if finding.step is None else f"step {finding.step}"
+            table.add_row(Text(where, style), Text(finding.key), Text(finding.message))
+        out.print(table)
+    checked = (
+        f"checked step {', '.join(map(str, result.steps))}" if result.steps else "no committed checkpoint to check"
+    )
+    out.print(f"{checked}: {result.tensors} tensors, {result.chunks} chunks, {size(result.bytes_read)} read")
+    if result.garbage_bytes:
+        out.print(f"{size(result.garbage_bytes)} of garbage")
+    out.print(Text("DAMAGED", "bold red") if result.damaged else Text("no damage", "green"))
+
+
+def new_table(heads: Sequence[str], right: Sequence[str] = ()) -> Table:
+    """Return a table whose cells wrap on a narrow terminal, and are never cut."""
+    table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
+    for head in heads:
+        table.add_column(head, justify="right" if head in right else "left", overflow="fold")
+    return table
+
+
+def how_stored(tensor: dict[str, Any]) -> str:
+    """Say where a tensor's bytes are."""
+    kinds = [kind for kind, nbytes in tensor["stored"].items() if nbytes]
+    words = {
+        "written": "here",
+        "reused": f"in step {', '.join(map(str, tensor['reused_from']))}",
+        "derived": "as cast(master)",
+    }
+    return " and ".join(words[kind] for kind in kinds) or "empty"
+
+
+def amount(name: str, number: int) -> str:
+    """Return a total with its unit."""
+    return size(number) if name.startswith("bytes") else f"{number:,}"
+
+
+def size(nbytes: int) -> str:
+    """Return a size for people.
+
+    >>> [size(n) for n in (0, 999, 1500, 2_000_000, 3_210_000_000)]
+    ['0 B', '999 B', '1.50 kB', '2.00 MB', '3.21 GB']
+    """
+    if nbytes < 1000:
+        return f"{nbytes} B"
+    value, units = nbytes / 1000, ["kB", "MB", "GB", "TB", "PB"]
+    while value >= 999.995 and len(units) > 1:  # 999.999 would be printed as 1000.00
+        value /= 1000
+        units.pop(0)
+    return f"{value:.2f} {units[0]}"
+
+
+def spans(ranks: Iterable[int]) -> str:
+    """Return ranks as runs.
+
+    >>> spans([0, 1, 2, 3, 7, 9, 10])
+    '0-3, 7, 9-10'
+    """
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)

@@ -1,0 +1,105 @@
+"""The adapter protocol: what ``ckpt`` needs to know of a training engine, and all that it needs to know.
+
+An adapter turns framework objects into :class:`LiveShard` (a box of a named global tensor and the live memory that
+holds it) and plain Python state. Flat buffers, padding, partition arithmetic and gathered parameters end here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+from ckpt.errors import UnsupportedLayout
+from ckpt.layout.box import Box
+from ckpt.layout.spec import TensorSpec
+
+SavedSpecs = Mapping[str, Mapping[str, "TensorSpec"]]
+"""What a checkpoint holds: fqn -> role -> spec."""
+
+
+@dataclass(frozen=True, slots=True)
+class LiveShard:
+    """One rank's piece of one tensor and the live memory that holds it.
+
+    ``tensor`` has shape ``box.sizes`` and dtype ``spec.dtype``; on a load, writing into it must reach the engine,
+    at once or in :meth:`EngineAdapter.refresh` / :meth:`EngineAdapter.finish`.
+    """
+
+    spec: TensorSpec
+    box: Box
+    tensor: torch.Tensor
+
+
+@dataclass(slots=True)
+class EngineState:
+    """What one rank holds.
+
+    ``shards``: every piece, padding excluded. A ``param`` that has a ``master`` is listed too, and its FQN is in
+    ``derived``. ``aliases``: tied name -> listed name. ``objects``: name -> tree of plain Python values and tensors
+    (counters, scheduler, loss scaler, optimizer groups) that is the same on all ranks of one job.
+    """
+
+    shards: list[LiveShard] = field(default_factory=list)
+    derived: set[str] = field(default_factory=set)
+    aliases: dict[str, str] = field(default_factory=dict)
+    objects: dict[str, Any] = field(default_factory=dict)
+
+
+@runtime_checkable
+class EngineAdapter(Protocol):
+    """One live engine on one rank.
+
+    A load calls, on all ranks alike: ``describe_for_load`` → (tensors are written into the shards' memory) →
+    ``refresh`` → (stored, non-derived ``param`` pieces are written) → ``finish``.
+    """
+
+    kind: str
+    """Name of the adapter as it is written to the manifest, e.g. ``"deepspeed"``."""
+
+    def step(self) -> int:
+        """Return the optimizer step that the state stands at."""
+
+    def describe(self) -> EngineState:
+        """Return what this rank holds. No collective, no copy of tensors, no change of the engine.
+
+        Raises:
+            UnsupportedLayout: a tensor cannot be expressed; the message names it.
+            ConfigError: the engine is between two micro-steps of a gradient accumulation window.
+        """
+
+    def describe_for_load(self, saved: SavedSpecs) -> EngineState:
+        """Return the pieces to be written, without changing the engine: the load may still be refused.
+
+        Optimizer state that a fresh engine does not have yet is allocated beside it, with the roles and dtypes that
+        ``saved`` names, and handed over in :meth:`refresh`; state that ``saved`` lacks altogether (a checkpoint from
+        before the first step) is dropped there.
+        """
+
+    def refresh(self) -> None:
+        """Take over what was written and rebuild derived copies (low-precision parameters). May be a collective."""
+
+    def finish(self, objects: Mapping[str, Any]) -> list[str]:
+        """Put back ``objects`` and make the engine ready to train. May be a collective.
+
+        Returns:
+            Notes for the report: anything that could not be carried over as it was, in plain words.
+        """
+
+    def module(self) -> torch.nn.Module | None:
+        """Return the module that runs forward, so that a half-loaded engine can be made to refuse (None: has none)."""
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return this project's name of a torch dtype (``torch.bfloat16`` -> ``"bfloat16"``)."""
+    return str(dtype).removeprefix("torch.")
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """Return the torch dtype of one of :data:`ckpt.layout.spec.ITEMSIZE`'s names."""
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise UnsupportedLayout(f"this torch ({torch.__version__}) has no dtype {name!r}")
+    return found

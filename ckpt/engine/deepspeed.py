@@ -1,0 +1,161 @@
+"""The adapter for ``deepspeed.DeepSpeedEngine``: ZeRO 0–3, fp32, bf16 and fp16, optimizer and parameters on GPU or CPU.
+
+DeepSpeed itself is never imported: its classes are recognized by name. Where state lives is in ``deepspeed_layout``,
+optimizer state in ``deepspeed_state``, plain values in ``deepspeed_objects``, what is refused in ``deepspeed_refuse``.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ckpt.engine.base import EngineState, LiveShard, dtype_name
+from ckpt.engine.deepspeed_layout import (
+    Named,
+    Partition,
+    after_writing,
+    before_writing,
+    clean_name,
+    inner_optimizer,
+    name_parameters,
+    parameter_views,
+    partitions_of,
+    rebuild_low_precision,
+    relink_state,
+)
+from ckpt.engine.deepspeed_objects import capture_objects, restore_objects
+from ckpt.engine.deepspeed_refuse import check_tensor, refuse_mid_accumulation, refuse_unsupported
+from ckpt.engine.deepspeed_state import StateLoad, state_shards
+from ckpt.errors import ConfigError
+from ckpt.layout.box import Box
+from ckpt.layout.spec import BUFFER, MASTER, PARAM, TensorSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+
+    import torch
+
+    from ckpt.engine.base import SavedSpecs
+
+
+class DeepSpeedAdapter:
+    """One ``DeepSpeedEngine`` on one rank; see :class:`ckpt.engine.base.EngineAdapter`.
+
+    Every shard's tensor is a view of the engine's own memory, so a load changes no ``data_ptr`` of a parameter, master
+    or moment. The exception is a scalar of the optimizer state (``step``), which :meth:`finish` puts back.
+    """
+
+    kind = "deepspeed"
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self._loading: StateLoad | None = None
+
+    def step(self) -> int:
+        """Return the number of optimizer steps taken, skipped ones (fp16 overflow) included."""
+        return int(self._engine.global_steps)
+
+    def module(self) -> torch.nn.Module:
+        """Return the user's module; the engine calls it in every forward."""
+        module: torch.nn.Module = self._engine.module
+        return module
+
+    def describe(self) -> EngineState:
+        """Return what this rank holds.
+
+        Raises:
+            UnsupportedLayout: a feature, parameter, buffer or state entry that cannot be expressed; it is named.
+            ConfigError: gradients of a half-done accumulation window are pending.
+        """
+        state, named, partitions = self._survey()
+        inner = inner_optimizer(self._engine.optimizer)
+        state.shards += _parameter_shards(named.values())
+        for partition in partitions:
+            state.shards += _master_shards(partition)
+            state.shards += state_shards(inner, partition)
+        state.objects = capture_objects(self._engine, partitions)
+        return state
+
+    def describe_for_load(self, saved: SavedSpecs) -> EngineState:
+        """Return the pieces to be written; under ZeRO-3 gathered parameters are dropped until :meth:`finish`.
+
+        ``objects`` is empty. Optimizer state that is allocated here is zero.
+
+        Raises:
+            UnsupportedLayout, ConfigError: as :meth:`describe`; the engine was not touched.
+        """
+        state, named, partitions = self._survey()
+        before_writing(self._engine.optimizer)
+        state.shards += _parameter_shards(named.values())
+        self._loading = StateLoad(inner_optimizer(self._engine.optimizer), saved)
+        for partition in partitions:
+            state.shards += _master_shards(partition)
+            state.shards += self._loading.prepare(partition)
+        return state
+
+    def refresh(self) -> None:
+        """Rebuild the low-precision parameters from the masters. A collective under ZeRO-1 and ZeRO-2."""
+        rebuild_low_precision(self._engine.optimizer)
+
+    def finish(self, objects: Mapping[str, Any]) -> list[str]:
+        """Put back optimizer scalars, hyperparameters, counters, scheduler and loss scaler. A collective under ZeRO-3.
+
+        Raises:
+            LayoutError: the optimizer's groups, or scalars of parameters that share a partition, do not fit together.
+        """
+        if self._loading is None:
+            raise ConfigError("finish() without describe_for_load(): nothing is being loaded")
+        loading, self._loading = self._loading, None
+        optimizer = self._engine.optimizer
+        # First: whatever fails below may fail on some ranks only, and they must not leave the others in a collective.
+        after_writing(optimizer)
+        named, _ = name_parameters(self._engine.module)
+        partitions = partitions_of(optimizer, named)
+        notes = loading.finish()
+        notes += restore_objects(self._engine, partitions, objects)
+        relink_state(optimizer, all(loading.inner.state.get(p.key) for p in partitions))
+        return notes
+
+    def _survey(self) -> tuple[EngineState, dict[int, Named], list[Partition]]:
+        refuse_unsupported(self._engine)
+        refuse_mid_accumulation(self._engine)
+        named, aliases = name_parameters(self._engine.module)
+        partitions = partitions_of(self._engine.optimizer, named)
+        state = EngineState(aliases=aliases)
+        state.derived = {fqn for partition in partitions if partition.separate for fqn in partition.members}
+        state.shards += _buffer_shards(self._engine.module, aliases)
+        return state, named, partitions
+
+
+def _parameter_shards(named: Iterable[Named]) -> Iterator[LiveShard]:
+    for entry in named:
+        tensor = getattr(entry.param, "ds_tensor", entry.param)
+        check_tensor(entry.fqn, PARAM, tensor)
+        spec = TensorSpec(entry.fqn, PARAM, dtype_name(tensor.dtype), entry.shape)
+        for box, view in parameter_views(entry):
+            yield LiveShard(spec, box, view)
+
+
+def _master_shards(partition: Partition) -> Iterator[LiveShard]:
+    if partition.separate:
+        check_tensor(partition.members[0], MASTER, partition.key)
+        for piece in partition.pieces:
+            spec = TensorSpec(piece.fqn, MASTER, dtype_name(partition.key.dtype), piece.shape)
+            for box, view in partition.views(partition.key, piece):
+                yield LiveShard(spec, box, view)
+
+
+def _buffer_shards(module: torch.nn.Module, aliases: dict[str, str]) -> Iterator[LiveShard]:
+    """Yield the persistent buffers; those that are not persistent are rebuilt by the model's own code."""
+    listed: dict[int, str] = {}
+    for prefix, child in module.named_modules(remove_duplicate=False):
+        for name, buffer in child._buffers.items():
+            if buffer is None or name in child._non_persistent_buffers_set:
+                continue
+            fqn = clean_name(f"{prefix}.{name}" if prefix else name)
+            if id(buffer) in listed:
+                aliases[fqn] = listed[id(buffer)]
+                continue
+            listed[id(buffer)] = fqn
+            check_tensor(fqn, BUFFER, buffer)
+            shape = tuple(buffer.shape)
+            yield LiveShard(TensorSpec(fqn, BUFFER, dtype_name(buffer.dtype), shape), Box.whole(shape), buffer.detach())

@@ -1,0 +1,137 @@
+"""What the DeepSpeed adapter cannot express, found before anything is read or written.
+
+DeepSpeed has many modes, and each of them changes where state lives. Saving one that was never proved would save half
+of it, so this is a list of what is refused; whatever passes it and still looks unfamiliar is refused further down,
+where partitions and state entries are read (:mod:`ckpt.engine.deepspeed_layout`, ``…_state``).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ckpt.engine.base import dtype_name
+from ckpt.errors import ConfigError, UnsupportedLayout
+from ckpt.layout.spec import ITEMSIZE
+
+_CLASSES = {
+    "PipelineEngine": "pipeline parallelism (each stage has names and masters of its own)",
+    "PipelineModule": "pipeline parallelism (each stage has names and masters of its own)",
+    "SuperOffloadOptimizer_Stage3": "SuperOffload (the optimizer state lives in another process)",
+    "ZenFlowZeroOptimizer": "ZenFlow (part of the state belongs to gradients that are not applied yet)",
+    "OnebitAdam": "1-bit optimizers (their error feedback differs on every rank)",
+    "OnebitLamb": "1-bit optimizers (their error feedback differs on every rank)",
+    "ZeroOneAdam": "1-bit optimizers (their error feedback differs on every rank)",
+}
+
+_WORLD_SIZES = (
+    "get_model_parallel_world_size",
+    "get_tensor_model_parallel_world_size",
+    "get_pipe_parallel_world_size",
+    "get_pipeline_model_parallel_world_size",
+    "get_sequence_parallel_world_size",
+)
+"""Methods of a user's ``mpu`` object: each kind of parallelism but data parallelism cuts tensors in its own way."""
+
+
+def class_names(value: object) -> set[str]:
+    """Return the names of the classes that ``value`` is an instance of: a test that needs no import of DeepSpeed."""
+    return {cls.__name__ for cls in type(value).__mro__}
+
+
+def ask(engine: Any, name: str, default: Any = None) -> Any:
+    """Return ``engine.name()`` or the attribute ``engine.name``; ``default`` if this DeepSpeed has neither."""
+    value = getattr(engine, name, default)
+    return value() if callable(value) else value
+
+
+def refuse_unsupported(engine: Any) -> None:
+    """Check the engine as a whole.
+
+    Raises:
+        UnsupportedLayout: a feature whose state this adapter cannot express; ``problems`` lists all of them.
+    """
+    problems = [
+        f"{type(part).__name__}: {_CLASSES[name]}"
+        for part in (engine, engine.module, engine.optimizer, getattr(engine.optimizer, "optimizer", None))
+        for name in sorted(class_names(part) & _CLASSES.keys())
+    ]
+    problems += [text for refused, text in _features(engine) if refused]
+    problems += [
+        f"mpu.{name}() is {size}: only data parallelism is supported"
+        for name in _WORLD_SIZES
+        if (size := ask(engine.mpu, name, 1)) > 1
+    ]
+    problems += [
+        f"parameter {name!r}: an expert of a mixture of experts, whose name repeats on every expert-parallel rank"
+        for name, p in engine.module.named_parameters()
+        if getattr(p, "allreduce", True) is False
+    ]
+    if problems:
+        raise UnsupportedLayout(f"{type(engine).__name__} cannot be saved or loaded", tuple(problems))
+
+
+def _features(engine: Any) -> list[tuple[bool, str]]:
+    optimizer = engine.optimizer
+    offload = ask(engine, "zero_offload_param")
+    device = getattr(getattr(offload, "device", None), "value", getattr(offload, "device", None))
+    return [
+        (bool(getattr(engine, "has_moe_layers", False)), "mixture-of-experts layers"),
+        (ask(engine, "autotp_size", 0) > 1, "AutoTP (tensor parallelism)"),
+        (ask(engine, "sequence_parallel_size", 1) > 1, "sequence parallelism"),
+        (bool(getattr(optimizer, "swap_optimizer", False)), "optimizer state on NVMe"),
+        (device == "nvme", "parameters on NVMe"),
+        (ask(engine, "zero_hpz_partition_size", 1) > 1, "hpZ (zero_hpz_partition_size > 1)"),
+        (ask(engine, "mics_shard_size", -1) > 0, "MiCS (mics_shard_size > 0)"),
+        (bool(ask(engine, "zero_quantized_weights", False)), "quantized weights (zero_quantized_weights)"),
+        (
+            bool(ask(engine, "zero_quantized_nontrainable_weights", False)),
+            "quantized frozen weights (zero_quantized_nontrainable_weights)",
+        ),
+        (bool(getattr(optimizer, "zenflow", False)), "ZenFlow"),
+        (
+            bool(getattr(optimizer, "offloaded_states", None)),
+            "states moved away by offload_states(): call reload_states() first",
+        ),
+        (bool(ask(engine, "is_deepcompile_active", False)), "DeepCompile"),
+        (bool(ask(engine, "amp_enabled", False)), "apex amp (its masters are hidden in the optimizer)"),
+    ]
+
+
+def refuse_mid_accumulation(engine: Any) -> None:
+    """Check that no gradients of a half-done accumulation window are pending; no state names them.
+
+    Raises:
+        ConfigError: micro-steps were run since the last optimizer step.
+    """
+    gas = ask(engine, "gradient_accumulation_steps", 1)
+    boundary = getattr(engine, "_is_gradient_accumulation_boundary", None)
+    # Whoever sets the boundary by hand (accelerate) calls step() at boundaries only: micro_steps then counts steps.
+    inside = engine.micro_steps % gas != 0 if boundary is None else not boundary
+    if inside:
+        raise ConfigError(
+            f"engine is inside a gradient accumulation window: expected micro_steps to be a multiple of "
+            f"gradient_accumulation_steps ({gas}), found {engine.micro_steps}. Save or load after the engine.step() "
+            f"that ends the window."
+        )
+
+
+def check_tensor(fqn: str, role: str, tensor: torch.Tensor) -> None:
+    """Check that a tensor is plain memory of a dtype that can be stored.
+
+    Raises:
+        UnsupportedLayout: it is a meta, sparse or quantized tensor, a DTensor, or of a sub-byte dtype.
+    """
+    name = dtype_name(tensor.dtype)
+    trouble = ""
+    if tensor.is_meta:
+        trouble = "is on the meta device, so it has no values"
+    elif tensor.layout is not torch.strided:
+        trouble = f"has layout {tensor.layout}"
+    elif tensor.is_quantized or name not in ITEMSIZE:
+        trouble = f"has dtype {name}"
+    elif "DTensor" in class_names(tensor):
+        trouble = "is a DTensor"
+    if trouble:
+        raise UnsupportedLayout(f"tensor {fqn!r} ({role}) {trouble}: expected a dense tensor of {', '.join(ITEMSIZE)}")

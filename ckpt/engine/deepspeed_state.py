@@ -1,0 +1,247 @@
+"""Optimizer state as data: whatever keys ``inner.state`` has, they become roles, and roles become state again.
+
+A state entry is *elementwise* (shaped like its partition: moments) or a *scalar* of its partition (Adam's ``step``).
+A scalar is declared once for every parameter of the partition, as a 0-d tensor, so that it follows the parameter into
+any other partitioning; on a load, parameters that meet in one partition must agree on it.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ckpt.engine.base import LiveShard, SavedSpecs, dtype_name, torch_dtype
+from ckpt.engine.deepspeed_layout import Partition
+from ckpt.engine.deepspeed_refuse import check_tensor, class_names
+from ckpt.errors import LayoutError, UnsupportedLayout
+from ckpt.layout.box import Box
+from ckpt.layout.spec import BUFFER, MASTER, PARAM, TensorSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+NOT_OPTIMIZER_STATE = frozenset({PARAM, MASTER, BUFFER, "grad"})
+
+_SCALAR_DTYPES = {bool: torch.bool, int: torch.int64, float: torch.float64}
+
+_DEEPSPEED_KEYS = {
+    "FusedAdam": ("exp_avg", "exp_avg_sq"),
+    "DeepSpeedCPUAdam": ("exp_avg", "exp_avg_sq"),
+    "FusedLion": ("exp_avg",),
+    "DeepSpeedCPULion": ("exp_avg",),
+    "DeepSpeedCPUAdagrad": ("exp_avg_sq",),
+}
+"""DeepSpeed's own optimizers: their moments; beside them a ``step`` that is a Python int. They are not asked by a trial
+step because their C++ side counts steps too, and its running ``beta ** step`` would change in the last bits."""
+
+ELEMENTWISE = "elementwise"
+
+Kinds = dict[str, Any]
+"""State key -> :data:`ELEMENTWISE`, or an example of the scalar (0-d tensor, int, float, bool)."""
+
+
+def kinds_of(state: dict[Any, Any], partition: Partition) -> Kinds:
+    """Classify the entries of one partition's live state.
+
+    Raises:
+        UnsupportedLayout: an entry that is neither elementwise nor a scalar, or whose key is a role of another meaning.
+    """
+    kinds: Kinds = {}
+    for key, value in state.items():
+        where = f"optimizer state {key!r} of {partition.members[0]!r}"
+        if not isinstance(key, str) or key in NOT_OPTIMIZER_STATE:
+            raise UnsupportedLayout(f"{where}: expected a key that is a name and none of {sorted(NOT_OPTIMIZER_STATE)}")
+        if value is None:
+            continue
+        if isinstance(value, torch.Tensor):
+            check_tensor(partition.members[0], key, value)
+            if value.shape == partition.key.shape:
+                kinds[key] = ELEMENTWISE
+                continue
+            if value.numel() == 1:
+                kinds[key] = value
+                continue
+        elif type(value) in _SCALAR_DTYPES:
+            kinds[key] = value
+            continue
+        found = f"tensor of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+        raise UnsupportedLayout(f"{where} is a {found}: expected shape {list(partition.key.shape)} or a scalar")
+    return kinds
+
+
+def kinds_of_fresh(inner: Any, partition: Partition) -> Kinds | None:
+    """Return what the optimizer is going to keep for a partition that it has not stepped yet; None if unknown.
+
+    Learnt from a trial step of a shallow copy of the optimizer on a tensor of two zeros: the only description of an
+    optimizer's state that exists is its ``step()``.
+    """
+    for name, moments in _DEEPSPEED_KEYS.items():
+        if name in class_names(inner):
+            return {**dict.fromkeys(moments, ELEMENTWISE), "step": 0}
+    probe = torch.zeros(2, dtype=partition.key.dtype, device=partition.key.device, requires_grad=True)
+    probe.grad = torch.zeros_like(probe)
+    trial = object.__new__(type(inner))
+    trial.__dict__.update(inner.__dict__)
+    trial.__dict__.pop("step", None)  # an LR scheduler wraps `step` on the instance, bound to the real optimizer
+    trial.state = defaultdict(dict)
+    trial.param_groups = [{**inner.param_groups[partition.group], "params": [probe]}]
+    trial._optimizer_step_pre_hooks, trial._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+    try:
+        with torch.random.fork_rng(), torch.no_grad():
+            type(inner).step(trial)
+        return kinds_of(trial.state[probe], _like(partition, probe))
+    except Exception:  # whatever a foreign optimizer's step() may raise; the checkpoint's roles then decide
+        return None
+
+
+def _like(partition: Partition, key: torch.Tensor) -> Partition:
+    return type(partition)(key, partition.group, partition.separate, partition.members)
+
+
+def state_shards(inner: Any, partition: Partition) -> Iterator[LiveShard]:
+    """Yield this partition's optimizer state as it is."""
+    state = inner.state.get(partition.key) or {}
+    for role, kind in kinds_of(state, partition).items():
+        value = _scalar_tensor(_effective(inner, partition, role, state[role])) if kind is not ELEMENTWISE else None
+        for piece in partition.pieces:
+            if value is not None:
+                yield LiveShard(TensorSpec(piece.fqn, role, dtype_name(value.dtype), ()), Box((), ()), value)
+                continue
+            spec = TensorSpec(piece.fqn, role, dtype_name(state[role].dtype), piece.shape)
+            for box, view in partition.views(state[role], piece):
+                yield LiveShard(spec, box, view)
+
+
+def _scalar_tensor(value: Any) -> torch.Tensor:
+    if isinstance(value, torch.Tensor):
+        return value.detach().reshape(())
+    return torch.tensor(value, dtype=_SCALAR_DTYPES[type(value)])
+
+
+def _effective(inner: Any, partition: Partition, role: str, value: Any) -> Any:
+    # FusedAdam and FusedLion count in the state of the *last* tensor of a group alone; with one tensor a group (all
+    # ZeRO stages) nobody notices, in a plain ZeRO-0 engine the others stay at 0 for ever.
+    if role != "step" or not {"FusedAdam", "FusedLion"} & class_names(inner):
+        return value
+    group = inner.param_groups[partition.group]["params"]
+    return max((inner.state[p]["step"] for p in group if "step" in inner.state.get(p, {})), default=value)
+
+
+# ------------------------------------------------------------------------------------------------------------- loading
+
+
+@dataclass(slots=True)
+class StateLoad:
+    """One load of the optimizer state: :meth:`prepare` before the tensors are written, :meth:`finish` after."""
+
+    inner: Any
+    saved: SavedSpecs
+    _scalars: list[tuple[Partition, str, Any, dict[str, torch.Tensor]]] = field(default_factory=list)
+    _unstated: list[tuple[Partition, list[str]]] = field(default_factory=list)
+    _fresh: dict[int, Kinds | None] = field(default_factory=dict)
+
+    def prepare(self, partition: Partition) -> Iterator[LiveShard]:
+        """Yield what is to be written for this partition; allocates what the engine does not have yet."""
+        stated = {p.fqn for p in partition.pieces if self.saved.get(p.fqn, {}).keys() - NOT_OPTIMIZER_STATE}
+        self._unstated.append((partition, [p.fqn for p in partition.pieces if p.fqn not in stated]))
+        if not stated:
+            return
+        state = self.inner.state[partition.key]
+        kinds = self._kinds(state, partition, stated)
+        for role, kind in kinds.items():
+            specs = {f: self.saved[f][role] for f in sorted(stated) if role in self.saved.get(f, {})}
+            if kind is ELEMENTWISE:
+                if not isinstance(state.get(role), torch.Tensor):
+                    dtype = torch_dtype(next(iter(specs.values())).dtype) if specs else partition.key.dtype
+                    state[role] = torch.zeros_like(partition.key, dtype=dtype, requires_grad=False)
+                yield from self._elementwise(partition, role, state[role], stated)
+            else:
+                yield from self._scalar(partition, role, kind, specs, stated)
+
+    def _kinds(self, state: dict[str, Any], partition: Partition, stated: set[str]) -> Kinds:
+        if state:
+            return kinds_of(state, partition)
+        if partition.group not in self._fresh:
+            self._fresh[partition.group] = kinds_of_fresh(self.inner, partition)
+        kinds = self._fresh[partition.group]
+        if kinds is not None:
+            return kinds
+        kinds = {}
+        for fqn in sorted(stated):
+            for role, spec in self.saved[fqn].items():
+                if role not in NOT_OPTIMIZER_STATE:
+                    shape = next(p.shape for p in partition.pieces if p.fqn == fqn)
+                    scalar = spec.shape == () and (shape != () or role == "step")
+                    kinds[role] = torch.zeros((), dtype=torch_dtype(spec.dtype)) if scalar else ELEMENTWISE
+        return kinds
+
+    def _elementwise(
+        self, partition: Partition, role: str, tensor: torch.Tensor, stated: set[str]
+    ) -> Iterator[LiveShard]:
+        for piece in partition.pieces:
+            if piece.fqn in stated:
+                spec = TensorSpec(piece.fqn, role, dtype_name(tensor.dtype), piece.shape)
+                for box, view in partition.views(tensor, piece):
+                    yield LiveShard(spec, box, view)
+
+    def _scalar(
+        self, partition: Partition, role: str, example: Any, specs: dict[str, TensorSpec], stated: set[str]
+    ) -> Iterator[LiveShard]:
+        # One temporary each, in the stored dtype: float32 of torch's Adam and int of DeepSpeed's are the same count,
+        # and parameters that disagree must be seen to.
+        present = _scalar_tensor(example)
+        temporary: dict[str, torch.Tensor] = {}
+        for fqn in sorted(stated):
+            dtype = torch_dtype(specs[fqn].dtype) if fqn in specs else present.dtype
+            temporary[fqn] = present.to(dtype=dtype, device="cpu", copy=True)
+            yield LiveShard(TensorSpec(fqn, role, dtype_name(dtype), ()), Box((), ()), temporary[fqn])
+        self._scalars.append((partition, role, example, temporary))
+
+    def finish(self) -> list[str]:
+        """Put scalars back, clear what the checkpoint has no state for, and return notes.
+
+        Raises:
+            LayoutError: parameters that share a partition of this engine were saved with different scalars.
+        """
+        problems = []
+        for partition, role, example, temporary in self._scalars:
+            values = {fqn: t.item() for fqn, t in temporary.items()}
+            if len(set(values.values())) > 1:
+                shown = ", ".join(f"{fqn}: {value:g}" for fqn, value in values.items())
+                problems.append(f"{role}: {shown}")
+            else:
+                state = self.inner.state[partition.key]
+                state[role] = _as_live(state.get(role), example, next(iter(values.values())))
+        if problems:
+            raise LayoutError("parameters that share a partition of this engine were saved apart", tuple(problems))
+        missing = [fqn for partition, names in self._unstated for fqn in self._clear(partition, names)]
+        if not missing or not any(specs.keys() - NOT_OPTIMIZER_STATE for specs in self.saved.values()):
+            return []  # a checkpoint from before the first step: nothing is missing, nothing was there
+        return [f"no optimizer state was saved for {', '.join(sorted(set(missing)))}: it starts from zero"]
+
+    def _clear(self, partition: Partition, names: list[str]) -> list[str]:
+        state = self.inner.state.get(partition.key)
+        if not names or state is None:
+            return names
+        if len(names) == len(partition.pieces):
+            del self.inner.state[partition.key]
+            return names
+        for value in state.values():
+            if isinstance(value, torch.Tensor) and value.shape == partition.key.shape:
+                for piece in partition.pieces:
+                    if piece.fqn in names:
+                        for _, view in partition.views(value, piece):
+                            view.zero_()
+        return names
+
+
+def _as_live(present: Any, example: Any, value: Any) -> Any:
+    """Return ``value`` in the representation that the optimizer keeps: in place if there is a tensor already."""
+    if isinstance(present, torch.Tensor):
+        return present.fill_(value)
+    if isinstance(example, torch.Tensor):
+        return torch.full_like(example, value)
+    return type(example)(value)

@@ -1,0 +1,25 @@
+"""From a user's engine to its adapter."""
+
+from __future__ import annotations
+
+from ckpt.engine.base import EngineAdapter
+from ckpt.errors import ConfigError
+
+
+def adapter_for(engine: object) -> EngineAdapter:
+    """Return the adapter of ``engine``; an object that is an adapter itself (a user's own) is returned as it is.
+
+    Raises:
+        ConfigError: no adapter knows this type.
+    """
+    if isinstance(engine, EngineAdapter):
+        return engine
+    # By name: DeepSpeed takes seconds to import and need not be installed to save another engine.
+    if any(cls.__name__ == "DeepSpeedEngine" for cls in type(engine).__mro__):
+        from ckpt.engine.deepspeed import DeepSpeedAdapter
+
+        return DeepSpeedAdapter(engine)
+    raise ConfigError(
+        f"no adapter for an engine of type {type(engine).__module__}.{type(engine).__qualname__}: expected a "
+        f"deepspeed.DeepSpeedEngine, or an object with the methods of ckpt.engine.base.EngineAdapter"
+    )

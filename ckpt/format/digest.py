@@ -1,0 +1,44 @@
+"""Digests of bytes. The algorithm's name travels with every value: ``"xxh3-128:<32 hex digits>"``.
+
+xxh3-128 guards against accidents (bit rot, torn writes, silent corruption), not against an adversary who can choose
+bytes; docs/adr/0002-digest.md has the measurement behind the choice.
+"""
+
+from __future__ import annotations
+
+import xxhash
+
+from ckpt.errors import MalformedData
+
+Buffer = bytes | bytearray | memoryview
+
+ALGORITHM = "xxh3-128"
+SIZE = 16
+"""Bytes of a raw digest."""
+
+
+def digest(data: Buffer) -> str:
+    """Return the digest of a bytes-like object (any contiguous buffer; released while hashing: the GIL)."""
+    return f"{ALGORITHM}:{xxhash.xxh3_128_hexdigest(data)}"
+
+
+def raw_digest(data: Buffer) -> bytes:
+    """Return the 16 raw bytes, big-endian, for exchange between ranks."""
+    return xxhash.xxh3_128_digest(data)
+
+
+def from_raw(raw: bytes) -> str:
+    """Return the written form of a raw digest."""
+    return f"{ALGORITHM}:{raw.hex()}"
+
+
+def check_form(text: str, where: str) -> str:
+    """Return ``text`` if it is a digest that this release can verify.
+
+    Raises:
+        MalformedData: unknown algorithm or wrong length; ``where`` names the file.
+    """
+    name, _, value = text.partition(":")
+    if name != ALGORITHM or len(value) != 2 * SIZE or not set(value) <= set("0123456789abcdef"):
+        raise MalformedData(f"{where}: digest {text[:80]!r}: expected '{ALGORITHM}:' and {2 * SIZE} hex digits")
+    return text

@@ -1,0 +1,120 @@
+"""Packs: valid safetensors files whose tensors are chunks.
+
+Layout (https://github.com/huggingface/safetensors, "Format"): 8 bytes little-endian header length, JSON header, data.
+We write chunks in order of falling item size, so that every chunk is aligned to its item size in the file, and without
+holes. dtypes that safetensors has no name for are stored as U8; the true dtype stands in the index.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from math import prod
+
+from ckpt.errors import MalformedData
+
+MAX_HEADER = 100_000_000
+"""Readers of the reference implementation refuse longer headers, so we never write one."""
+MAX_CHUNKS = 65_536
+"""Chunks per pack; keeps the header far below :data:`MAX_HEADER`."""
+MAX_BYTES = 16 << 30
+"""Data bytes per pack."""
+
+SAFETENSORS_DTYPE = {
+    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16",
+    "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
+    "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8",
+    "uint64": "U64", "uint32": "U32", "uint16": "U16", "uint8": "U8", "bool": "BOOL",
+}  # fmt: skip
+_WIDTH = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class PackItem:
+    """One chunk to be written: its name in the pack, dtype, shape, and size in bytes."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class PackLayout:
+    """The bytes that come before the data, and where each chunk starts in the *file* (same order as ``items``)."""
+
+    header: bytes
+    items: tuple[PackItem, ...]
+    starts: tuple[int, ...]
+    nbytes: int
+
+
+def plan_packs(items: list[tuple[int, PackItem]]) -> list[tuple[list[int], PackLayout]]:
+    """Distribute ``(key, item)`` over packs; return ``(keys in file order, layout)`` per pack."""
+    ordered = sorted(items, key=lambda pair: (-_align(pair[1].dtype), pair[0]))
+    packs: list[list[tuple[int, PackItem]]] = []
+    filled = MAX_BYTES + 1
+    for pair in ordered:
+        if filled + pair[1].nbytes > MAX_BYTES or len(packs[-1]) >= MAX_CHUNKS:
+            packs.append([])
+            filled = 0
+        packs[-1].append(pair)
+        filled += pair[1].nbytes
+    return [([key for key, _ in pack], lay_out([item for _, item in pack])) for pack in packs]
+
+
+def _align(dtype: str) -> int:
+    return _WIDTH.get(SAFETENSORS_DTYPE.get(dtype, "U8"), 1)
+
+
+def lay_out(items: list[PackItem]) -> PackLayout:
+    """Return the header and the chunk positions of one pack."""
+    table: dict[str, object] = {"__metadata__": {"format": "ckpt"}}
+    starts, position = [], 0
+    for item in items:
+        stored = SAFETENSORS_DTYPE.get(item.dtype)
+        table[item.name] = {
+            "dtype": stored or "U8",
+            "shape": list(item.shape) if stored else [item.nbytes],
+            "data_offsets": [position, position + item.nbytes],
+        }
+        starts.append(position)
+        position += item.nbytes
+    text = json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    if len(table) != len(items) + 1 or len(text) > MAX_HEADER:
+        raise MalformedData(f"pack header: {len(items)} chunks need unique names and at most {MAX_HEADER} bytes")
+    header = len(text).to_bytes(8, "little") + text
+    return PackLayout(header, tuple(items), tuple(len(header) + s for s in starts), len(header) + position)
+
+
+def parse_header(head: bytes, nbytes: int, where: str) -> dict[str, tuple[str, tuple[int, ...], int, int]]:
+    """Return name -> (safetensors dtype, shape, start, stop) in file coordinates, from the first bytes of a pack.
+
+    ``head``: at least the length field and the header; ``nbytes``: size of the whole file.
+
+    Raises:
+        MalformedData: anything that the safetensors format forbids (holes, overlaps, sizes that do not fit).
+    """
+    length = int.from_bytes(head[:8], "little")
+    if len(head) < 8 or length > MAX_HEADER or 8 + length > min(nbytes, len(head)):
+        raise MalformedData(f"{where}: header length {length} does not fit a file of {nbytes} bytes")
+    try:
+        table = json.loads(head[8 : 8 + length])
+        entries = {name: value for name, value in table.items() if name != "__metadata__"}
+        found: dict[str, tuple[str, tuple[int, ...], int, int]] = {}
+        for name, value in entries.items():
+            begin, end = value["data_offsets"]
+            found[name] = (str(value["dtype"]), tuple(map(int, value["shape"])), 8 + length + begin, 8 + length + end)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise MalformedData(f"{where}: header is not a safetensors table ({error!r})") from error
+    position = 8 + length
+    for name, (dtype, shape, start, stop) in sorted(found.items(), key=lambda pair: (pair[1][2], pair[1][3])):
+        if start != position or stop < start or min(shape, default=0) < 0:
+            raise MalformedData(f"{where}: chunk {name!r} at [{start}, {stop}), expected it to start at {position}")
+        if stop - start != prod(shape) * _WIDTH.get(dtype, 1):
+            raise MalformedData(f"{where}: chunk {name!r}: {stop - start} bytes for {dtype}{list(shape)}")
+        position = stop
+    if position != nbytes:
+        raise MalformedData(f"{where}: chunks end at {position}, the file has {nbytes} bytes")
+    return found

@@ -1,0 +1,222 @@
+"""One load, told from top to bottom. Every rank of the job calls it; each step succeeds on all ranks or fails on all.
+
+pick the step → index → what does the engine want → plan → are all packs there → read, check, place → rebuild derived
+parameters → scheduler, counters, extras, RNG. Nothing of the engine is touched before the plan is known to be complete.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from ckpt.engine.find import adapter_for
+from ckpt.errors import CkptError, FormatError, IntegrityError, NoSuchCheckpoint, RankFailure
+from ckpt.layout.spec import Shard
+from ckpt.plan.load_plan import Catalog, Difference, LoadPlan, build_load_plan, check_difference
+from ckpt.repo.repository import Index, Repository, checked_step
+from ckpt.report import LoadReport
+from ckpt.runtime.agree import Hello, exchange_hellos
+from ckpt.runtime.comm import Comm, communicator
+from ckpt.runtime.guard import mark_half_loaded, mark_whole
+from ckpt.runtime.pieces import PieceTable
+from ckpt.runtime.reading import check_packs, place_chunks
+from ckpt.runtime.revive import Saved, choose_objects, give_back, restore_generators
+from ckpt.store.open import Root, default_root, open_store
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from ckpt.engine.base import EngineAdapter, EngineState
+    from ckpt.store.base import Store
+
+log = logging.getLogger("ckpt")
+
+
+def load(
+    engine: object,
+    root: Root | None = None,
+    *,
+    step: int | None = None,
+    extra: Mapping[str, Any] | None = None,
+    strict: bool = True,
+    fallback: bool = False,
+    cast: bool = False,
+    timeout: float | None = None,
+) -> LoadReport:
+    """Load a checkpoint into ``engine``, in place, whatever layout saved it. Collective: every rank must call it.
+
+    Args:
+        engine: as in :func:`ckpt.save`; its world size, ZeRO stage and precision may differ from the saved job's.
+        root: path or ``file://`` URL of the repository; default ``CKPT_ROOT``, else ``./checkpoints``.
+        step: which checkpoint; default: the newest.
+        extra: name -> object with ``load_state_dict`` to put the saved state into. Plain values come back in the
+            report's ``extra``.
+        strict: raise if checkpoint and engine do not hold the same state; else go on and report the difference.
+        fallback: if the newest checkpoint is damaged, take the newest one before it that is whole, and say so.
+        cast: convert tensors whose dtype differs, and list them; otherwise that is an error.
+        timeout: seconds without a sign of life after which a rank counts as lost (default ``CKPT_TIMEOUT``, 300).
+
+    Raises:
+        NoSuchCheckpoint: the root holds none, or not this step.
+        MissingState: missing or unexpected state (with ``strict``), or a dtype that differs (without ``cast``).
+        IntegrityError, FormatError: damage, named by tensor and file; :class:`RankFailure` if only some ranks met it.
+
+    An error before the first byte is placed leaves the engine as it was. After one that comes later the engine refuses
+    to run forward and to be saved, until a load succeeds.
+    """
+    started = time.perf_counter()
+    comm = communicator()
+    comm.enter("load", timeout)
+    one = _Load(comm, engine, default_root(root), step, extra, strict, cast)
+    one.agree(fallback)
+    skipped: list[str] = []
+    for candidate in one.candidates(fallback):
+        try:
+            return one.run(candidate, tuple(skipped), started)
+        except CkptError as error:  # noqa: PERF203  # once per damaged step
+            if not fallback or not _is_damage(error):
+                raise
+            skipped.append(f"step {candidate}: {error}")
+            log.warning("step %d is damaged, falling back to the one before: %s", candidate, error)
+    raise NoSuchCheckpoint("no checkpoint is whole: " + "; ".join(skipped))
+
+
+def _is_damage(error: CkptError) -> bool:
+    damage = (IntegrityError, FormatError)
+    return error.caused_by(*damage) if isinstance(error, RankFailure) else isinstance(error, damage)
+
+
+class _Load:
+    """One load on one rank; each phase is a method."""
+
+    def __init__(
+        self,
+        comm: Comm,
+        engine: object,
+        root: Root,
+        step: int | None,
+        extra: Mapping[str, Any] | None,
+        strict: bool,
+        cast: bool,
+    ) -> None:
+        self.comm, self.engine, self.root, self.step_asked = comm, engine, root, step
+        self.extra, self.strict, self.cast = extra or {}, strict, cast
+        self.phases: dict[str, float] = {}
+
+    store: Store
+    adapter: EngineAdapter
+
+    def agree(self, fallback: bool) -> None:
+        """Check that all ranks ask for the same."""
+
+        def hello() -> Hello:
+            self.store = open_store(self.root)
+            self.adapter = adapter_for(self.engine)
+            step = None if self.step_asked is None else checked_step(self.step_asked)
+            options = (f"strict={self.strict}", f"cast={self.cast}", f"fallback={fallback}")
+            return Hello(call="load", root=self.store.url, step=step, options=options, engine=self.adapter.kind)
+
+        exchange_hellos(self.comm, hello)
+
+    def candidates(self, fallback: bool) -> list[int]:
+        """Return the steps to try, the same on all ranks: rank 0 looks, so that nobody sees a newer one."""
+
+        def work() -> bytes:
+            repo = Repository(self.store)
+            newest = repo.pick(self.step_asked)
+            earlier = [s for s in repo.steps() if s < newest] if fallback else []
+            return msgspec.msgpack.encode([newest, *reversed(earlier)])
+
+        return msgspec.msgpack.decode(self.comm.on_root("pick", work), type=list[int])
+
+    def run(self, step: int, skipped: tuple[str, ...], started: float) -> LoadReport:
+        comm = self.comm
+        with self._phase("index"):
+            index = comm.run("index", lambda: Repository(self.store).read_index(step))
+        with self._phase("plan"):
+            catalog = Catalog(index.specs, index.parts, index.root.derived, index.root.aliases)
+            state, plan, saved = comm.run("plan", lambda: self._plan(index, catalog))
+            encoded = comm.gather("compare", lambda: msgspec.msgpack.encode(plan.difference))
+            ranks = [msgspec.msgpack.decode(data, type=Difference) for data in encoded]
+            missing, unexpected, casts = check_difference(catalog, ranks, strict=self.strict, cast=self.cast)
+            comm.run("check packs", lambda: check_packs(self.store, _sizes(index, plan)))
+        module = self.adapter.module()
+        mark_half_loaded(module)
+        notes: list[str] = []
+        with self._phase("read"):
+            nbytes = comm.run("read", lambda: place_chunks(self.store, plan.first, state.shards, comm.beat))
+        with self._phase("finish"):
+            comm.run("refresh", self.adapter.refresh)
+            nbytes += comm.run("read rest", lambda: place_chunks(self.store, plan.after, state.shards, comm.beat))
+            notes += comm.run("finish", lambda: self.adapter.finish(saved.engine))
+            returned = comm.run("extra", lambda: give_back(saved, self.extra))
+            notes += saved.notes
+            notes += comm.run("generators", lambda: restore_generators(saved, comm.rank))
+        mark_whole(module)
+        if comm.rank == 0:
+            for note in notes:
+                log.warning("load of step %d: %s", step, note)
+        return LoadReport(
+            step=step,
+            root=self.store.url,
+            saved_world=index.root.world,
+            bytes_read=nbytes,
+            seconds=time.perf_counter() - started,
+            missing=missing + saved.missing,
+            unexpected=unexpected + saved.unexpected,
+            casts=casts,
+            notes=tuple(notes),
+            skipped=skipped,
+            extra=returned,
+            phases=self.phases,
+        )
+
+    @contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.phases[name] = time.perf_counter() - start
+
+    def _plan(self, index: Index, catalog: Catalog) -> tuple[EngineState, LoadPlan, Saved]:
+        """Decide everything, and touch nothing of the engine that cannot be left as it is."""
+        state = self.adapter.describe_for_load(catalog.by_fqn())
+        PieceTable(state.shards)  # checks shapes
+        same_world = index.root.world == self.comm.world
+        plan = build_load_plan(
+            catalog,
+            [Shard(s.spec, s.box) for s in state.shards],
+            state.derived,
+            own_copies_of=self.comm.rank if same_world else None,
+        )
+        saved = choose_objects(
+            self.store, index.parts, index.root.world, self.comm.rank, self.comm.world, self.extra, self.strict
+        )
+        return state, plan, saved
+
+
+def _sizes(index: Index, plan: LoadPlan) -> dict[str, int]:
+    recorded = {pack.key: pack.nbytes for part in index.parts for pack in part.packs}
+    return {key: recorded[key] for key in plan.packs()}
+
+
+def steps(root: Root | None = None) -> list[int]:
+    """Return the committed steps of a root, ascending. No collective: any process may ask.
+
+    Raises:
+        StoreError: the root cannot be read; an error is never "no checkpoints".
+    """
+    return Repository(open_store(default_root(root))).steps()
+
+
+def latest(root: Root | None = None) -> int | None:
+    """Return the newest committed step, or None if the root holds no checkpoint (or does not exist).
+
+    Raises:
+        StoreError: the root cannot be read.
+    """
+    found = steps(root)
+    return found[-1] if found else None

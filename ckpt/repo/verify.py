@@ -1,0 +1,205 @@
+"""Check a repository without an engine: every byte that a commit promises, and what lies beside it.
+
+*Damage* is anything that a committed step promises and the store does not have, byte for byte. *Garbage* is what no
+commit refers to: the leftovers of a killed save, harmless until somebody wants the space. The check never stops at the
+first finding.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from ckpt.errors import CkptError, NoSuchCheckpoint, ObjectNotFound, StoreError
+from ckpt.format.digest import digest
+from ckpt.format.manifest import DERIVED, BlobEntry, ChunkEntry, IndexPart
+from ckpt.format.pack import MAX_HEADER, parse_header
+from ckpt.layout.box import Box, first_overlap
+from ckpt.repo.repository import MARKER, Repository, commit_key
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from ckpt.layout.spec import TensorSpec
+    from ckpt.repo.repository import Index
+
+DAMAGE, GARBAGE = "damage", "garbage"
+_PIECE = 4 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that is wrong. ``step``: the committed step that it harms; None for garbage. ``key``: the file."""
+
+    severity: str
+    key: str
+    message: str
+    step: int | None = None
+
+
+@dataclass(slots=True)
+class Verification:
+    """What was checked and found. ``bytes_read`` counts chunk data; ``tensors`` the tensors of all checked steps."""
+
+    findings: list[Finding] = field(default_factory=list)
+    steps: list[int] = field(default_factory=list)
+    tensors: int = 0
+    chunks: int = 0
+    bytes_read: int = 0
+    garbage_bytes: int = 0
+
+    @property
+    def damaged(self) -> bool:
+        """Is anything that a commit promises not there?"""
+        return any(f.severity == DAMAGE for f in self.findings)
+
+
+def verify(
+    repo: Repository, step: int | None = None, progress: Callable[[int], None] = lambda _nbytes: None
+) -> Verification:
+    """Check one step, or all steps and what lies beside them.
+
+    Args:
+        repo: the repository.
+        step: only this step (garbage is then not looked for).
+        progress: called with the number of bytes after each chunk.
+
+    Raises:
+        NoSuchCheckpoint: ``step`` is not committed, or the root holds nothing at all.
+        StoreError: the store cannot be read; that is neither damage nor garbage.
+    """
+    result = Verification()
+    try:
+        repo.check_marker()
+    except StoreError:
+        raise
+    except CkptError as error:
+        result.findings.append(Finding(DAMAGE, MARKER, str(error)))
+    chosen = repo.steps() if step is None else [step]
+    if step is None and not chosen and not repo.started():
+        raise NoSuchCheckpoint(f"no checkpoint in {repo.store.url}")
+    used: set[str] = {MARKER}
+    checked: dict[tuple[str, int, int], str] = {}
+    for one in chosen:
+        result.steps.append(one)
+        index = _read_index(repo, one, result, used)
+        if index is not None:
+            _check_step(repo, one, index, result, used, checked, progress)
+    if step is None:
+        _find_garbage(repo, result, used)
+    return result
+
+
+def _read_index(repo: Repository, step: int, result: Verification, used: set[str]) -> Index | None:
+    """Return the index, or record why there is none. All files of a step whose index is lost count as used."""
+    used.add(commit_key(step))
+    try:
+        index = repo.read_index(step)
+    except (StoreError, NoSuchCheckpoint) as error:
+        if isinstance(error, NoSuchCheckpoint) or not isinstance(error, ObjectNotFound):
+            raise
+        result.findings.append(Finding(DAMAGE, error.key, str(error), step))
+    except CkptError as error:
+        # The message begins with the file that is not what was written.
+        result.findings.append(Finding(DAMAGE, str(error).partition(": ")[0], str(error), step))
+    else:
+        used.add(index.commit.index.key)
+        used.add(f"steps/{step}/{index.commit.attempt}/attempt.json")
+        used.update(ref.key for ref in index.root.parts)
+        used.update(pack.key for part in index.parts for pack in part.packs)
+        return index
+    used.update(info.key for info in repo.store.walk(f"steps/{step}"))
+    return None
+
+
+def _check_step(
+    repo: Repository,
+    step: int,
+    index: Index,
+    result: Verification,
+    used: set[str],
+    checked: dict[tuple[str, int, int], str],
+    progress: Callable[[int], None],
+) -> None:
+    result.tensors += len(index.specs)
+    result.findings += [Finding(DAMAGE, index.commit.index.key, text, step) for text in _coverage(index)]
+    present: dict[str, str | None] = {}
+    for part in index.parts:
+        for pack in part.packs:
+            if pack.key not in present:
+                present[pack.key] = _check_pack(repo, pack.key, pack.nbytes)
+        for what, entry in _entries(part, index.specs):
+            key = part.packs[entry.pack].key
+            problem = present[key]
+            if problem is None:
+                problem = _check_bytes(repo, key, entry, checked)
+                result.bytes_read += entry.nbytes
+                progress(entry.nbytes)
+            result.chunks += 1
+            if problem is not None:
+                result.findings.append(Finding(DAMAGE, key, f"{what}: {problem}", step))
+
+
+def _entries(part: IndexPart, specs: tuple[TensorSpec, ...]) -> Iterable[tuple[str, ChunkEntry | BlobEntry]]:
+    for chunk in part.chunks:
+        if chunk.pack != DERIVED:
+            yield f"{specs[chunk.spec]} chunk {chunk.box}", chunk
+    for entry in part.objects:
+        for blob in (entry.document, *(b for t in entry.tensors for b in t.blobs)):
+            yield f"object {entry.name!r}", blob
+
+
+def _check_pack(repo: Repository, key: str, nbytes: int) -> str | None:
+    """Return what is wrong with a pack as a file: presence, size, and that it is a safetensors file."""
+    try:
+        size = repo.store.size(key)
+        if size is None:
+            return f"pack {key} is not there"
+        if size != nbytes:
+            return f"pack {key} has {size} bytes, expected {nbytes}"
+        length = int.from_bytes(repo.store.get(key, 0, 8), "little")
+        parse_header(repo.store.get(key, 0, 8 + min(length, MAX_HEADER)), size, f"pack {key}")
+    except StoreError:
+        raise
+    except CkptError as error:
+        return str(error)
+    return None
+
+
+def _check_bytes(
+    repo: Repository, key: str, entry: ChunkEntry | BlobEntry, checked: dict[tuple[str, int, int], str]
+) -> str | None:
+    place = (key, entry.start, entry.nbytes)
+    if place not in checked:  # shared by several steps: read once
+        buffer = memoryview(bytearray(entry.nbytes))
+        got = repo.store.read_into(key, entry.start, buffer)
+        checked[place] = digest(buffer) if got == entry.nbytes else f"{got} bytes"
+    if checked[place] != entry.digest:
+        return f"in pack {key} at {entry.start}: expected {entry.digest}, found {checked[place]}"
+    return None
+
+
+def _coverage(index: Index) -> list[str]:
+    """Return what the index itself lacks: chunks must tile every tensor exactly once."""
+    boxes: dict[int, list[Box]] = {}
+    for part in index.parts:
+        for chunk in part.chunks:
+            if not chunk.ranks:
+                boxes.setdefault(chunk.spec, []).append(chunk.box)
+    problems = []
+    for number, spec in enumerate(index.specs):
+        mine = boxes.get(number, [])
+        pair = first_overlap(mine)
+        held, wanted = sum(b.volume for b in mine), Box.whole(spec.shape).volume
+        if pair is not None:
+            problems.append(f"{spec}: chunks {pair[0]} and {pair[1]} overlap")
+        if held != wanted:
+            problems.append(f"{spec}: chunks cover {held} of {wanted} elements")
+    return problems
+
+
+def _find_garbage(repo: Repository, result: Verification, used: set[str]) -> None:
+    for info in repo.store.walk(""):
+        if info.key not in used and (info.key.startswith("steps/") or info.key.rpartition("/")[2].startswith(".tmp-")):
+            result.garbage_bytes += info.nbytes
+            result.findings.append(Finding(GARBAGE, info.key, f"no commit refers to it ({info.nbytes} bytes)"))

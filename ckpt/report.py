@@ -1,0 +1,71 @@
+"""What a save and a load tell about themselves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class SaveReport:
+    """One save, the same on every rank except ``seconds`` and ``phases``. All sizes are bytes over all ranks."""
+
+    step: int
+    root: str
+    attempt: str
+    world: int
+    bytes_held: int
+    """tensor bytes in the memory of all ranks together"""
+    bytes_unique: int
+    """tensor bytes of one copy of everything that cannot be derived"""
+    bytes_written: int
+    """tensor bytes that this save wrote"""
+    bytes_reused: int
+    """tensor bytes referenced from an earlier step because they are unchanged"""
+    bytes_derived: int
+    """bytes of parameters not written because this save proved them equal to cast(master)"""
+    bytes_stored: int
+    """bytes of all files that this save made: packs with headers and objects, index, commit"""
+    written_by_rank: tuple[int, ...]
+    """tensor bytes that each rank wrote"""
+    divergences: tuple[str, ...]
+    """declared replicas whose bytes differed, in words"""
+    seconds: float
+    phases: dict[str, float] = field(default_factory=dict)
+    """seconds of this rank by phase: describe, plan, digest, write, commit"""
+
+    @property
+    def largest_writer(self) -> int:
+        """Tensor bytes of the rank that wrote most."""
+        return max(self.written_by_rank)
+
+    @property
+    def share_redundant(self) -> float:
+        """Share of the held bytes that need not be stored (0 to 1)."""
+        return 1 - self.bytes_unique / self.bytes_held if self.bytes_held else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """One load, as this rank saw it."""
+
+    step: int
+    root: str
+    saved_world: int
+    bytes_read: int
+    """bytes that this rank read from packs"""
+    seconds: float
+    missing: tuple[str, ...] = ()
+    """wanted by the engine, absent from the checkpoint (only with ``strict=False``)"""
+    unexpected: tuple[str, ...] = ()
+    """in the checkpoint, not wanted by the engine (only with ``strict=False``)"""
+    casts: tuple[str, ...] = ()
+    """tensors whose dtype was converted (only with ``cast=True``; exact conversions of counters are notes)"""
+    notes: tuple[str, ...] = ()
+    """whatever could not be carried over as it was, in plain words"""
+    skipped: tuple[str, ...] = ()
+    """newer steps that were damaged, and how (only with ``fallback=True``)"""
+    extra: dict[str, Any] = field(default_factory=dict)
+    """the ``extra`` of the save: plain values, and the state of objects that were not passed to load"""
+    phases: dict[str, float] = field(default_factory=dict)
+    """seconds of this rank by phase: index, plan, read, finish"""

@@ -1,0 +1,109 @@
+"""State beside tensors: what the adapter hands over, each rank's RNG, and the user's ``extra`` objects."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ckpt.errors import ConfigError
+from ckpt.format.digest import digest
+from ckpt.format.manifest import BlobEntry, ObjectEntry, ObjectTensor
+from ckpt.plan.save_plan import CHUNK_BYTES
+from ckpt.runtime.objects import encode_object
+from ckpt.runtime.pipeline import Output
+from ckpt.runtime.rng import capture_rng
+from ckpt.runtime.staging import tensor_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+ENGINE, RNG, EXTRA, VALUE = "engine", "rng", "extra", "value"
+"""Kinds of objects: the adapter's, generators, a user's stateful object, a user's plain value."""
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One named object of this rank, encoded. ``identity``: equal for equal content."""
+
+    name: str
+    kind: str
+    document: bytes
+    tensors: tuple[torch.Tensor, ...]
+    identity: str
+
+
+def collect(engine_objects: Mapping[str, Any], extra: Mapping[str, Any] | None) -> list[Item]:
+    """Encode everything that is not a tensor of the engine.
+
+    Raises:
+        ConfigError: a value that cannot be stored, named by its path.
+    """
+    items = [_item(name, ENGINE, tree, f"engine state {name!r}") for name, tree in engine_objects.items()]
+    items.append(_item("rng", RNG, capture_rng(), "random generator state"))
+    for name, value in _checked(extra).items():
+        if is_stateful(value):
+            items.append(_item(name, EXTRA, value.state_dict(), f"extra[{name!r}].state_dict()"))
+        else:
+            items.append(_item(name, VALUE, value, f"extra[{name!r}]"))
+    return items
+
+
+def _checked(extra: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    for name in extra or {}:
+        if type(name) is not str or not name:
+            raise ConfigError(f"extra: name {name!r} is not a non-empty string")
+    return extra or {}
+
+
+def is_stateful(value: object) -> bool:
+    """Has ``value`` both ``state_dict`` and ``load_state_dict``?"""
+    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+
+
+def _item(name: str, kind: str, tree: Any, path: str) -> Item:
+    document, tensors = encode_object(tree, path)
+    parts = [digest(document), *(f"{t.dtype}{list(t.shape)}{digest(tensor_bytes(t))}" for t in tensors)]
+    return Item(name, kind, document, tuple(tensors), digest("".join(parts).encode()))
+
+
+def owned_items(items: list[Item], everyone: list[dict[str, str]], rank: int) -> list[tuple[Item, tuple[int, ...]]]:
+    """Return the objects that ``rank`` writes, with all ranks that have exactly the same.
+
+    ``everyone``: for each rank, object name -> identity. Equal objects are written once, in turn by their holders.
+    """
+    mine = []
+    for turn, item in enumerate(sorted(items, key=lambda one: one.name)):
+        ranks = tuple(r for r, names in enumerate(everyone) if names.get(f"{item.kind}:{item.name}") == item.identity)
+        if ranks[turn % len(ranks)] == rank:
+            mine.append((item, ranks))
+    return mine
+
+
+def item_outputs(item: Item, rank: int) -> list[Output]:
+    """Return the byte strings to store for one object: its document, then its tensors in pieces."""
+    base = f"object:{item.kind}:{item.name}#rank{rank}"
+    outputs = [_blob(f"{base}/document", memoryview(item.document))]
+    for i, tensor in enumerate(item.tensors):
+        data = tensor_bytes(tensor)
+        pieces = range(0, len(data), CHUNK_BYTES)
+        outputs += [_blob(f"{base}/{i}/{at}", data[at : at + CHUNK_BYTES]) for at in pieces]
+    return outputs
+
+
+def _blob(name: str, data: memoryview) -> Output:
+    return Output(name, "uint8", (len(data),), len(data), digest(data), lambda: data, state=False)
+
+
+def item_entry(item: Item, ranks: tuple[int, ...], outputs: list[Output], places: list[tuple[int, int]]) -> ObjectEntry:
+    """Return the index entry of an object whose :func:`item_outputs` were stored at ``places``."""
+    blobs = [BlobEntry(o.digest, pack, start, o.nbytes) for o, (pack, start) in zip(outputs, places, strict=True)]
+    document, at, tensors = blobs[0], 1, []
+    for tensor in item.tensors:
+        count = -(-tensor.numel() * tensor.element_size() // CHUNK_BYTES)
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        tensors.append(ObjectTensor(dtype=dtype, shape=tuple(tensor.shape), blobs=tuple(blobs[at : at + count])))
+        at += count
+    return ObjectEntry(name=item.name, kind=item.kind, ranks=ranks, document=document, tensors=tuple(tensors))

@@ -1,0 +1,212 @@
+"""The data path of a save: digest every held chunk, settle replicas and derivations, write what is owned.
+
+One chunk is in flight at a time: extra memory is bounded by the chunk size, and on a CPU nothing is copied at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from ckpt.analysis.audit import Verdict, judge
+from ckpt.errors import MalformedData
+from ckpt.format.digest import SIZE, from_raw, raw_digest
+from ckpt.format.manifest import DERIVED, ChunkEntry, PackRef
+from ckpt.format.pack import PackItem, plan_packs
+from ckpt.runtime.staging import cast_bytes, tensor_bytes
+from ckpt.store.base import Buffer
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import torch
+
+    from ckpt.plan.save_plan import SavePlan
+    from ckpt.runtime.pieces import PieceTable
+    from ckpt.store.base import Store
+
+
+@dataclass(slots=True)
+class Digests:
+    """Raw digests of one rank: ``held`` of the chunks in its memory, ``casts`` of the params that it can rebuild."""
+
+    held: dict[int, bytes] = field(default_factory=dict)
+    casts: dict[int, bytes] = field(default_factory=dict)
+
+    def shared(self, plan: SavePlan) -> bytes:
+        """Return what the other ranks need to know: 16 bytes for each digest of a chunk with several holders."""
+        held = (d for i, d in self.held.items() if len(plan.chunks[i].ranks) > 1)
+        casts = (d for i, d in self.casts.items() if len(plan.chunks[i].ranks) > 1)
+        return b"".join((*held, *casts))
+
+
+def digest_chunks(plan: SavePlan, rank: int, pieces: PieceTable, beat: Callable[[], None]) -> Digests:
+    """Digest every chunk that this rank holds, and the cast of every master that is to prove a param."""
+    out = Digests()
+    for i in plan.held[rank]:
+        chunk = plan.chunks[i]
+        view = pieces.view(chunk.spec, chunk.box)
+        out.held[i] = raw_digest(tensor_bytes(view))
+        if i in plan.proofs and plan.owners[i] == rank:
+            master = plan.chunks[plan.proofs[i]].spec
+            out.casts[i] = raw_digest(cast_bytes(pieces.view(master, chunk.box), view.dtype))
+        beat()
+    return out
+
+
+@dataclass(slots=True)
+class Settled:
+    """What all ranks agree on: the verdict on each chunk with several holders, and the params proved derivable."""
+
+    verdicts: dict[int, Verdict]
+    proved: set[int]
+
+
+def settle(plan: SavePlan, rank: int, mine: Digests, payloads: list[bytes]) -> Settled:
+    """Combine the exchanged digests. Every rank comes to the same verdicts on shared chunks; the rest is its own."""
+    by_chunk: dict[int, dict[int, bytes]] = {}
+    casts = dict(mine.casts)
+    for peer, payload in enumerate(payloads):
+        shared = [i for i in plan.held[peer] if len(plan.chunks[i].ranks) > 1]
+        proving = [i for i in shared if i in plan.proofs and plan.owners[i] == peer]
+        if len(payload) != SIZE * (len(shared) + len(proving)):
+            raise MalformedData(f"digests of rank {peer}: {len(payload)} bytes for {len(shared)}+{len(proving)} chunks")
+        values = [payload[k : k + SIZE] for k in range(0, len(payload), SIZE)]
+        for i, value in zip(shared, values[: len(shared)], strict=True):
+            by_chunk.setdefault(i, {})[peer] = value
+        casts.update(zip(proving, values[len(shared) :], strict=True))
+    verdicts = {i: judge(digests, plan.owners[i]) for i, digests in by_chunk.items()}
+    proved = set()
+    for i, value in casts.items():
+        kept = verdicts[i].kept if i in verdicts else mine.held.get(i)
+        master = verdicts.get(plan.proofs[i])
+        # The proof was made with the planned owner's master; it says nothing about a master that outvoted it.
+        if value == kept and (master is None or master.owner == plan.owners[plan.proofs[i]]):
+            proved.add(i)
+    return Settled(verdicts, proved)
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """One thing to be stored: its identity, its bytes when asked, and what its index entry needs."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+    digest: str
+    read: Callable[[], Buffer]
+    state: bool = True
+    """part of the tensor state (counted in reports), not of an object"""
+
+
+@dataclass(slots=True)
+class Written:
+    """Places of the outputs, in the order given: (pack number, start). The first ``new_packs`` packs were made now;
+    ``new_bytes`` and ``reused_bytes`` count tensor state only, ``file_bytes`` whole files.
+    """
+
+    packs: list[PackRef]
+    places: list[tuple[int, int]]
+    new_packs: int = 0
+    new_bytes: int = 0
+    reused_bytes: int = 0
+    file_bytes: int = 0
+
+
+def write_outputs(
+    store: Store,
+    outputs: list[Output],
+    known: Mapping[tuple[str, int], tuple[PackRef, int]],
+    pack_key: Callable[[int], str],
+    beat: Callable[[], None],
+) -> Written:
+    """Store every output once: not at all if ``known`` (an earlier step's packs) has its bytes, once if several agree.
+
+    Args:
+        store: where packs go.
+        outputs: what this rank owns.
+        known: (digest, nbytes) -> where the parent checkpoint has these bytes.
+        pack_key: number -> key of a new pack of this attempt.
+        beat: called after every chunk.
+    """
+    fresh: dict[tuple[str, int], int] = {}
+    reused: dict[tuple[str, int], tuple[PackRef, int]] = {}
+    for k, output in enumerate(outputs):
+        identity = (output.digest, output.nbytes)
+        if identity in known:
+            reused[identity] = known[identity]
+        else:
+            fresh.setdefault(identity, k)
+    items = [
+        (k, PackItem(outputs[k].name, outputs[k].dtype, outputs[k].shape, outputs[k].nbytes)) for k in fresh.values()
+    ]
+    result = Written([], [])
+    place: dict[tuple[str, int], tuple[int, int]] = {}
+    for number, (keys, layout) in enumerate(plan_packs(items)):
+        key = pack_key(number)
+        with store.writer(key) as out:
+            out.write(layout.header)
+            for k, start in zip(keys, layout.starts, strict=True):
+                out.write(outputs[k].read())
+                place[outputs[k].digest, outputs[k].nbytes] = (number, start)
+                result.new_bytes += outputs[k].nbytes if outputs[k].state else 0
+                beat()
+            out.finish()
+        result.packs.append(PackRef(key=key, nbytes=layout.nbytes))
+        result.file_bytes += layout.nbytes
+    result.new_packs = len(result.packs)
+    pack_number = {ref: i for i, ref in enumerate(result.packs)}
+    for identity, (ref, start) in reused.items():
+        if ref not in pack_number:
+            pack_number[ref] = len(result.packs)
+            result.packs.append(ref)
+        place[identity] = (pack_number[ref], start)
+    result.places = [place[o.digest, o.nbytes] for o in outputs]
+    result.reused_bytes = sum(n for _, n in {(o.digest, o.nbytes) for o in outputs if o.state} & reused.keys())
+    return result
+
+
+def outputs_of(
+    plan: SavePlan,
+    rank: int,
+    mine: Digests,
+    settled: Settled,
+    pieces: PieceTable,
+    keep_all: Callable[[int], bool],
+) -> tuple[list[Output], list[ChunkEntry]]:
+    """Return what this rank stores of the plan, with index entries that lack only their place.
+
+    An entry of a proved param has no output: it is marked ``DERIVED`` and carries the digest of the param.
+    """
+    outputs: list[Output] = []
+    entries: list[ChunkEntry] = []
+    for i in plan.held[rank]:
+        chunk = plan.chunks[i]
+        verdict = settled.verdicts.get(i)
+        value = mine.held[i]
+        ranks: tuple[int, ...] = ()
+        if verdict is None:
+            writes = True
+        elif value == verdict.kept:
+            writes = verdict.owner == rank
+        else:
+            ranks = verdict.copies[value]
+            writes = keep_all(i) and ranks[0] == rank
+        if not writes:
+            continue
+        derived = i in settled.proved and not ranks
+        pack, box = DERIVED if derived else 0, chunk.box
+        entries.append(ChunkEntry(chunk.spec_id, box.offsets, box.sizes, from_raw(value), pack, 0, chunk.nbytes, ranks))
+        if not derived:
+            name = chunk.name if not ranks else f"{chunk.name}#rank{rank}"
+            view = pieces.view(chunk.spec, chunk.box)
+            outputs.append(
+                Output(name, chunk.spec.dtype, chunk.box.sizes, chunk.nbytes, from_raw(value), _reader(view))
+            )
+    return outputs, entries
+
+
+def _reader(view: torch.Tensor) -> Callable[[], Buffer]:
+    return lambda: tensor_bytes(view)

@@ -1,0 +1,136 @@
+"""State beside tensors on the way back: engine objects, extras, generators, and what a change of ranks means for each.
+
+Policy by kind. Engine objects are the same on all ranks and are given to all. A generator belongs to its rank: it is
+carried to the rank of the same number, and a rank that the saved job did not have gets a seed of its own. An extra that
+all ranks saved alike is given to all; one that differed by rank is given by rank number, and if the number of ranks has
+changed, that is noted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ckpt.errors import ConfigError, MalformedData, MissingChunk, MissingState
+from ckpt.format.digest import raw_digest
+from ckpt.runtime.extras import ENGINE, EXTRA, RNG, VALUE, is_stateful
+from ckpt.runtime.objects import decode_object
+from ckpt.runtime.reading import read_blob
+from ckpt.runtime.rng import derive_rng, restore_rng
+from ckpt.runtime.staging import as_tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from ckpt.format.manifest import IndexPart, ObjectEntry
+    from ckpt.store.base import Store
+
+
+@dataclass(slots=True)
+class Saved:
+    """The objects that this rank gets, decoded. ``states``: of stateful extras; ``values``: plain ones."""
+
+    engine: dict[str, Any] = field(default_factory=dict)
+    states: dict[str, Any] = field(default_factory=dict)
+    values: dict[str, Any] = field(default_factory=dict)
+    rng: Any = None
+    rng_is_own: bool = True
+    notes: list[str] = field(default_factory=list)
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+
+
+def choose_objects(
+    store: Store,
+    parts: Sequence[IndexPart],
+    saved_world: int,
+    rank: int,
+    world: int,
+    extra: Mapping[str, Any],
+    strict: bool,
+) -> Saved:
+    """Read and decode what this rank gets.
+
+    Raises:
+        MissingState: with ``strict``: an extra that was asked for and not saved, or a stateful one saved and not
+            asked for.
+        DigestMismatch, MissingChunk, MalformedData: damage.
+    """
+    found: dict[tuple[str, str], list[tuple[IndexPart, ObjectEntry]]] = {}
+    for part in parts:
+        for entry in part.objects:
+            found.setdefault((entry.kind, entry.name), []).append((part, entry))
+    saved = Saved()
+    for (kind, name), variants in sorted(found.items()):
+        part, entry = _mine(variants, rank, saved_world)
+        tree = _decode(store, part, entry)
+        if kind == RNG:
+            saved.rng, saved.rng_is_own = tree, rank < saved_world
+        elif kind == ENGINE:
+            saved.engine[name] = tree
+        elif kind in (EXTRA, VALUE):
+            (saved.states if kind == EXTRA else saved.values)[name] = tree
+            if len(variants) > 1 and world != saved_world:
+                saved.notes.append(
+                    f"extra {name!r} differed between the {saved_world} ranks that saved it; rank {rank} of {world} "
+                    f"has taken over the state of rank {rank % saved_world}"
+                )
+        else:
+            raise MalformedData(f"object {name!r} has unknown kind {kind!r}")
+    stateful = {name for name, value in extra.items() if is_stateful(value)}
+    saved.missing = tuple(
+        f"extra {n!r}" for n in sorted(extra) if n not in (saved.states if n in stateful else saved.values)
+    )
+    saved.unexpected = tuple(f"extra {n!r}" for n in sorted(saved.states) if n not in stateful)
+    if strict and (saved.missing or saved.unexpected):
+        raise MissingState(
+            "the extras of this load are not those of the save; pass the same names, or strict=False",
+            saved.missing,
+            saved.unexpected,
+        )
+    return saved
+
+
+def _mine(variants: list[tuple[IndexPart, ObjectEntry]], rank: int, saved_world: int) -> tuple[IndexPart, ObjectEntry]:
+    wanted = rank % saved_world
+    for part, entry in variants:
+        if wanted in entry.ranks:
+            return part, entry
+    return min(variants, key=lambda pair: min(pair[1].ranks, default=saved_world))
+
+
+def _decode(store: Store, part: IndexPart, entry: ObjectEntry) -> Any:
+    what = f"object {entry.name!r}"
+    document = read_blob(store, part.packs[entry.document.pack].key, entry.document, what)
+    tensors = []
+    for one in entry.tensors:
+        data = bytearray()
+        for blob in one.blobs:
+            data += read_blob(store, part.packs[blob.pack].key, blob, what)
+        try:
+            tensors.append(as_tensor(data, one.dtype, one.shape))
+        except RuntimeError as error:
+            raise MissingChunk(f"{what}: {len(data)} bytes for a tensor {one.dtype}{list(one.shape)}") from error
+    return decode_object(bytes(document), tensors, what)
+
+
+def give_back(saved: Saved, extra: Mapping[str, Any]) -> dict[str, Any]:
+    """Put states into the user's objects; return plain values and the states of objects that were not passed."""
+    for name, value in extra.items():
+        if is_stateful(value) and name in saved.states:
+            value.load_state_dict(saved.states[name])
+    left = {name: state for name, state in saved.states.items() if not is_stateful(extra.get(name))}
+    return {**saved.values, **left}
+
+
+def restore_generators(saved: Saved, rank: int) -> list[str]:
+    """Put this rank's generators back, last of all, because everything before may draw from them."""
+    if saved.rng is None:
+        return ["the checkpoint has no random generator state"]
+    if saved.rng_is_own:
+        if not isinstance(saved.rng, dict):
+            raise ConfigError(f"random generator state is a {type(saved.rng).__name__}, expected a dict")
+        return restore_rng(saved.rng)
+    seed = int.from_bytes(raw_digest(f"{rank}:{saved.rng!r}".encode())[:8], "little")
+    derive_rng(seed)
+    return [f"rank {rank} did not exist in the saved job: its random generators were seeded anew, from the saved state"]

@@ -1,0 +1,42 @@
+"""Live tensors as bytes, a chunk at a time, so that extra host memory is one chunk whatever the model's size."""
+
+from __future__ import annotations
+
+import torch
+
+from ckpt.errors import UnsupportedLayout
+
+
+def tensor_bytes(tensor: torch.Tensor) -> memoryview:
+    """Return the row-major bytes of a tensor.
+
+    No copy for a contiguous CPU tensor: the view is the live memory, to be used before training goes on. A strided or
+    device tensor is copied (at most one chunk).
+
+    Raises:
+        UnsupportedLayout: a tensor without plain memory (meta, sparse, a wrapper subclass).
+    """
+    try:
+        plain = tensor.detach().resolve_conj().resolve_neg()
+        flat = plain.cpu().contiguous().reshape(-1).view(torch.uint8)
+        return memoryview(flat.numpy().data).cast("B")
+    except (RuntimeError, TypeError, NotImplementedError) as error:
+        raise UnsupportedLayout(f"a {type(tensor).__name__} on {tensor.device} has no plain bytes: {error}") from error
+
+
+def cast_bytes(tensor: torch.Tensor, dtype: torch.dtype) -> memoryview:
+    """Return the bytes of ``tensor`` cast to ``dtype``, with the rounding that the engines use (to nearest even)."""
+    return tensor_bytes(tensor.detach().to(dtype))
+
+
+def as_tensor(data: memoryview | bytearray, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
+    """Return a tensor over ``data`` (writable memory, not copied); ``dtype`` is this project's name of it."""
+    kind = getattr(torch, dtype, None)
+    if not isinstance(kind, torch.dtype):
+        raise UnsupportedLayout(f"this torch ({torch.__version__}) has no dtype {dtype!r}")
+    if not len(data):
+        return torch.empty(shape, dtype=kind)
+    # Bytes first: a chunk may start anywhere in a pack's span, and a copy also brings it to an aligned address.
+    raw = torch.frombuffer(data, dtype=torch.uint8)
+    aligned = raw if raw.data_ptr() % kind.itemsize == 0 else raw.clone()
+    return aligned.view(kind).reshape(shape)

@@ -1,0 +1,152 @@
+"""What one rank writes of a checkpoint: its packs, and its part of the index."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from ckpt.errors import CkptError
+from ckpt.format.digest import from_raw
+from ckpt.format.manifest import DERIVED, BlobEntry, ChunkEntry, Divergence, FileRef, IndexPart, PackRef
+from ckpt.repo.repository import Repository, attempt_prefix
+from ckpt.runtime.extras import Item, item_entry, item_outputs
+from ckpt.runtime.pipeline import Output, Settled, write_outputs
+from ckpt.store.base import Store
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ckpt.plan.save_plan import SavePlan
+
+log = logging.getLogger("ckpt")
+
+
+class Done(msgspec.Struct, kw_only=True):
+    """What a rank has written. ``packs``: only those made now."""
+
+    part: FileRef
+    packs: list[PackRef]
+    written: int
+    reused: int
+    derived: int
+    stored: int
+
+
+@dataclass(slots=True)
+class Attempt:
+    """One attempt at saving a step, on one rank. ``made``: keys of the files that this rank has created."""
+
+    store: Store
+    step: int
+    name: str
+    parent: int | None
+    """the newest committed step, whose chunks may be referenced"""
+    made: list[str]
+
+    def key(self, path: str) -> str:
+        """Return the key of a file of this attempt and remember that it is ours."""
+        key = f"{attempt_prefix(self.step, self.name)}/{path}"
+        self.made.append(key)
+        return key
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """What one rank owns of a checkpoint. ``entries`` lack only their place; those not ``DERIVED`` are ``outputs``, in
+    the same order. ``objects``: with the ranks that have exactly the same.
+    """
+
+    outputs: list[Output]
+    entries: list[ChunkEntry]
+    objects: list[tuple[Item, tuple[int, ...]]]
+
+
+def write_own(attempt: Attempt, rank: int, layout: str, content: Content, beat: Callable[[], None]) -> Done:
+    """Write a rank's packs and its index part, durably.
+
+    Args:
+        attempt: where to write.
+        rank: this rank; names its files.
+        layout: digest of the job's layout; tells which parts of the parent's index can hold the same chunks.
+        content: what to write.
+        beat: called after every chunk.
+    """
+    groups = [item_outputs(item, rank) for item, _ in content.objects]
+    everything = content.outputs + [output for group in groups for output in group]
+
+    def pack_key(number: int) -> str:
+        return attempt.key(f"packs/rank{rank:05d}-{number:03d}.safetensors")
+
+    known = known_bytes(attempt.store, attempt.parent, rank, layout)
+    written = write_outputs(attempt.store, everything, known, pack_key, beat)
+    places = iter(written.places)
+    chunks = []
+    for entry in content.entries:
+        pack, start = (DERIVED, 0) if entry.pack == DERIVED else next(places)
+        chunks.append(msgspec.structs.replace(entry, pack=pack, start=start))
+    objects = tuple(
+        item_entry(item, ranks, group, [next(places) for _ in group])
+        for (item, ranks), group in zip(content.objects, groups, strict=True)
+    )
+    part = IndexPart(rank=rank, packs=tuple(written.packs), chunks=tuple(chunks), objects=objects)
+    ref = Repository(attempt.store).write_index(attempt.key(f"index/part-{rank:05d}.json.zst"), part)
+    return Done(
+        part=ref,
+        packs=written.packs[: written.new_packs],
+        written=written.new_bytes,
+        reused=written.reused_bytes,
+        derived=sum(e.nbytes for e in content.entries if e.pack == DERIVED),
+        stored=written.file_bytes + ref.nbytes,
+    )
+
+
+def known_bytes(store: Store, parent: int | None, rank: int, layout: str) -> dict[tuple[str, int], tuple[PackRef, int]]:
+    """Return (digest, nbytes) -> place of what the parent step holds already.
+
+    Only a saving: any trouble with the parent means that everything is written.
+    """
+    known: dict[tuple[str, int], tuple[PackRef, int]] = {}
+    if parent is None:
+        return known
+    repo = Repository(store)
+    try:
+        root = repo.read_root(repo.read_commit(parent))
+        # With an unchanged layout this rank owns the same chunks as then, and needs to read only its own part.
+        index = repo.read_index(parent, [rank] if root.layout == layout else None)
+        there: dict[PackRef, bool] = {}
+        for part in index.parts:
+            blobs = [b for o in part.objects for b in (o.document, *(b for t in o.tensors for b in t.blobs))]
+            places: list[ChunkEntry | BlobEntry] = [*part.chunks, *blobs]
+            for entry in places:
+                if entry.pack != DERIVED:
+                    pack = part.packs[entry.pack]
+                    if pack not in there:
+                        there[pack] = store.size(pack.key) == pack.nbytes
+                    if there[pack]:
+                        known[entry.digest, entry.nbytes] = (pack, entry.start)
+    except CkptError as error:
+        log.warning("step %s cannot be built upon, everything is written: %s", parent, error)
+        return {}
+    return known
+
+
+def divergences_of(plan: SavePlan, settled: Settled) -> list[Divergence]:
+    """Return the findings of this save: declared replicas whose digests differ."""
+    found = []
+    for i, verdict in sorted(settled.verdicts.items()):
+        if not verdict.agrees:
+            chunk = plan.chunks[i]
+            found.append(
+                Divergence(
+                    fqn=chunk.spec.fqn,
+                    role=chunk.spec.role,
+                    offsets=chunk.box.offsets,
+                    sizes=chunk.box.sizes,
+                    copies={from_raw(d): ranks for d, ranks in verdict.copies.items()},
+                    kept=from_raw(verdict.kept),
+                )
+            )
+    return found

@@ -1,0 +1,313 @@
+"""One save, told from top to bottom. Every rank of the job calls it; each step succeeds on all ranks or fails on all.
+
+describe → agree → plan → begin attempt → digest → settle → write packs and index part → commit.
+docs/format.md has the crash table: what a crash between any two of these leaves behind.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from contextlib import contextmanager, suppress
+from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from ckpt.engine.find import adapter_for
+from ckpt.errors import CheckpointExists, ConfigError, ReplicaDivergence, SplitRoot
+from ckpt.format.digest import from_raw
+from ckpt.format.manifest import VERSION, CommitBody, Divergence, IndexRoot
+from ckpt.layout.spec import BUFFER, RankLayout, Shard
+from ckpt.repo.repository import Repository, attempt_prefix, checked_step
+from ckpt.report import SaveReport
+from ckpt.runtime.agree import Hello, JobPlan, cached_layout, exchange_hellos, job_plan, layout_digest
+from ckpt.runtime.comm import Comm, communicator
+from ckpt.runtime.extras import Item, collect, owned_items
+from ckpt.runtime.guard import check_whole
+from ckpt.runtime.pieces import PieceTable
+from ckpt.runtime.pipeline import Digests, Settled, digest_chunks, outputs_of, settle
+from ckpt.runtime.writing import Attempt, Content, Done, divergences_of, write_own
+from ckpt.store.open import Root, default_root, open_store
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from ckpt.store.base import Store
+
+log = logging.getLogger("ckpt")
+
+POLICIES = ("warn", "error", "keep-all")
+VISIBLE_SECONDS = 10.0
+"""How long another rank's file may take to become visible (attribute caches of network file systems)."""
+
+
+def save(
+    engine: object,
+    root: Root | None = None,
+    *,
+    step: int | None = None,
+    extra: Mapping[str, Any] | None = None,
+    overwrite: bool = False,
+    on_divergence: str = "warn",
+    timeout: float | None = None,
+) -> SaveReport:
+    """Save the whole training state of ``engine``; durable when it returns. Collective: every rank must call it.
+
+    Args:
+        engine: a ``deepspeed.DeepSpeedEngine`` (ZeRO 0-3), or an object with the methods of
+            :class:`ckpt.engine.base.EngineAdapter`. It must stand between two optimizer steps.
+        root: path or ``file://`` URL of the repository; default ``CKPT_ROOT``, else ``./checkpoints``.
+        step: number of the checkpoint; default: the engine's count of optimizer steps.
+        extra: name -> object with ``state_dict``/``load_state_dict`` (a data loader), or a plain JSON-able value.
+        overwrite: replace the step if it is committed already; otherwise that is an error.
+        on_divergence: what to do if ranks that should hold the same bytes do not: ``"warn"`` (log, record in the
+            checkpoint, keep the majority's copy, and every copy of a buffer), ``"error"``, or ``"keep-all"``.
+        timeout: seconds without a sign of life after which a rank counts as lost (default ``CKPT_TIMEOUT``, 300).
+
+    Returns:
+        What was held, unique, written and reused, in bytes.
+
+    Raises:
+        RankFailure: a step failed on some ranks, or some did not call; the same error on every rank.
+        ConfigError, LayoutError, StoreError, CheckpointExists: the same cause on every rank.
+
+    After an error nothing is committed, the previous steps are untouched, and training can go on.
+    """
+    started = time.perf_counter()
+    comm = communicator()
+    comm.enter("save", timeout)
+    return _Save(comm, engine, default_root(root), step, extra, overwrite, on_divergence).run(started)
+
+
+class _Save:
+    """One save on one rank; each phase is a method."""
+
+    def __init__(
+        self,
+        comm: Comm,
+        engine: object,
+        root: Root,
+        step: int | None,
+        extra: Mapping[str, Any] | None,
+        overwrite: bool,
+        on_divergence: str,
+    ) -> None:
+        self.comm, self.engine, self.root, self.step_asked = comm, engine, root, step
+        self.extra, self.overwrite, self.policy = extra, overwrite, on_divergence
+        self.phases: dict[str, float] = {}
+
+    store: Store
+    layout: RankLayout
+    pieces: PieceTable
+    items: list[Item]
+    step: int
+
+    def run(self, started: float) -> SaveReport:
+        comm = self.comm
+        with self._phase("describe"):
+            hellos = exchange_hellos(comm, self._describe)
+        with self._phase("plan"):
+            job = job_plan(comm, self.layout, hellos)
+        attempt = self._begin()
+        try:
+            comm.run("see root", lambda: self._see(attempt))
+            with self._phase("digest"):
+                mine, payloads = self._digest(job)
+            settled = settle(job.plan, comm.rank, mine, payloads)
+            divergences = divergences_of(job.plan, settled)
+            self._judge(divergences)
+            with self._phase("write"):
+                own = comm.run("write", lambda: self._write(attempt, job, mine, settled, hellos))
+        except BaseException:
+            _remove(attempt)
+            raise
+        # From here on a rank cannot know whether the others will commit, so nothing is removed any more.
+        with self._phase("commit"):
+            encoded = comm.gather("written", lambda: msgspec.msgpack.encode(own))
+            done = [msgspec.msgpack.decode(data, type=Done) for data in encoded]
+            totals = _totals(job, done, divergences)
+            size = comm.on_root("commit", lambda: self._commit(attempt, job, hellos[0], done, divergences, totals))
+        return SaveReport(
+            step=self.step,
+            root=self.store.url,
+            attempt=attempt.name,
+            world=comm.world,
+            bytes_held=totals["bytes_held"],
+            bytes_unique=totals["bytes_unique"],
+            bytes_written=totals["bytes_written"],
+            bytes_reused=totals["bytes_reused"],
+            bytes_derived=totals["bytes_derived"],
+            bytes_stored=sum(d.stored for d in done) + msgspec.msgpack.decode(size, type=int),
+            written_by_rank=tuple(d.written for d in done),
+            divergences=tuple(map(str, divergences)),
+            seconds=time.perf_counter() - started,
+            phases=self.phases,
+        )
+
+    @contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.phases[name] = time.perf_counter() - start
+
+    def _describe(self) -> Hello:
+        if self.policy not in POLICIES:
+            raise ConfigError(f"on_divergence={self.policy!r}: expected one of {', '.join(POLICIES)}")
+        self.store = open_store(self.root)
+        adapter = adapter_for(self.engine)
+        check_whole(adapter.module())
+        state = adapter.describe()
+        self.step = checked_step(adapter.step() if self.step_asked is None else self.step_asked)
+        shards = tuple(Shard(s.spec, s.box) for s in state.shards)
+        aliases, derived = tuple(sorted(state.aliases.items())), tuple(sorted(state.derived))
+        self.layout = RankLayout(self.comm.rank, shards, aliases, derived)
+        self.pieces = PieceTable(state.shards)
+        self.items = collect(state.objects, self.extra)
+        return Hello(
+            call="save",
+            root=self.store.url,
+            step=self.step,
+            options=(f"overwrite={self.overwrite}", f"on_divergence={self.policy}"),
+            engine=adapter.kind,
+            layout=layout_digest(self.layout),
+            cached=cached_layout(),
+            objects={f"{i.kind}:{i.name}": i.identity for i in self.items},
+        )
+
+    def _begin(self) -> Attempt:
+        answer = self.comm.on_root("begin", self._begin_on_root)
+        name, parent = msgspec.msgpack.decode(answer, type=tuple[str, int | None])
+        made = [f"{attempt_prefix(self.step, name)}/{MARKER}"] if self.comm.rank == 0 else []
+        return Attempt(self.store, self.step, name, parent, made)
+
+    def _begin_on_root(self) -> bytes:
+        repo = Repository(self.store)
+        repo.initialise()
+        steps = repo.steps()
+        if self.step in steps and not self.overwrite:
+            raise CheckpointExists(
+                f"step {self.step} is committed already in {self.store.url}; pass overwrite=True to replace it"
+            )
+        name = f"{int(time.time()):x}-{os.urandom(4).hex()}"  # os.urandom: a save must not move the user's RNG streams
+        about = msgspec.json.encode({"world": self.comm.world, "created": _now()})
+        self.store.put(f"{attempt_prefix(self.step, name)}/{MARKER}", about)
+        return msgspec.msgpack.encode((name, steps[-1] if steps else None))
+
+    def _see(self, attempt: Attempt) -> None:
+        """Check that this rank sees what rank 0 has written: otherwise the root is not one directory."""
+        key = f"{attempt_prefix(self.step, attempt.name)}/{MARKER}"
+        deadline = time.monotonic() + min(VISIBLE_SECONDS, self.comm.timeout / 2)
+        while self.store.size(key) is None:
+            if time.monotonic() > deadline:
+                raise SplitRoot(
+                    f"rank {self.comm.rank} does not see {key!r}, which rank 0 has just written to {self.store.url}; "
+                    f"the root must be one directory that all ranks share"
+                )
+            self.comm.beat()
+            time.sleep(0.05)
+
+    def _digest(self, job: JobPlan) -> tuple[Digests, list[bytes]]:
+        mine = self.comm.run("digest", lambda: digest_chunks(job.plan, self.comm.rank, self.pieces, self.comm.beat))
+        return mine, self.comm.gather("exchange digests", lambda: mine.shared(job.plan))
+
+    def _write(self, attempt: Attempt, job: JobPlan, mine: Digests, settled: Settled, hellos: list[Hello]) -> Done:
+        def keep_all(i: int) -> bool:
+            # Buffers may differ by right (BatchNorm statistics); a resumed rank gets its own back.
+            return self.policy == "keep-all" or job.plan.chunks[i].spec.role == BUFFER
+
+        outputs, entries = outputs_of(job.plan, self.comm.rank, mine, settled, self.pieces, keep_all)
+        objects = owned_items(self.items, [h.objects for h in hellos], self.comm.rank)
+        content = Content(outputs, entries, objects)
+        return write_own(attempt, self.comm.rank, from_raw(job.layout), content, self.comm.beat)
+
+    def _judge(self, divergences: list[Divergence]) -> None:
+        if divergences and self.policy == "error":
+            raise ReplicaDivergence("; ".join(map(str, divergences[:8])))
+        if self.comm.rank == 0:
+            for one in divergences[:8]:
+                log.warning("%s", one)
+            if len(divergences) > 8:
+                log.warning("… and %d more diverging chunks", len(divergences) - 8)
+
+    def _commit(
+        self,
+        attempt: Attempt,
+        job: JobPlan,
+        hello: Hello,
+        done: list[Done],
+        divergences: list[Divergence],
+        totals: dict[str, int],
+    ) -> bytes:
+        """On rank 0: check that every file is there, write the index root, publish. Returns the bytes of both."""
+        for rank, one in enumerate(done):
+            for key, nbytes in ((one.part.key, one.part.nbytes), *((p.key, p.nbytes) for p in one.packs)):
+                size = self.store.size(key)
+                if size != nbytes:
+                    raise SplitRoot(
+                        f"{key}: rank {rank} wrote {nbytes} bytes, rank 0 finds "
+                        f"{'nothing' if size is None else f'{size} bytes'} in {self.store.url}"
+                    )
+        root = IndexRoot(
+            format=VERSION,
+            step=self.step,
+            attempt=attempt.name,
+            world=self.comm.world,
+            layout=from_raw(job.layout),
+            specs=tuple((s.fqn, s.role, s.dtype, s.shape) for s in job.graph.specs),
+            derived=tuple(sorted(job.graph.derived)),
+            aliases=job.graph.aliases,
+            parts=tuple(d.part for d in done),
+            divergences=tuple(divergences),
+        )
+        repo = Repository(self.store)
+        index = repo.write_index(attempt.key("index/root.json.zst"), root)
+        body = CommitBody(
+            format=VERSION,
+            features=(),
+            step=self.step,
+            attempt=attempt.name,
+            world=self.comm.world,
+            engine=hello.engine,
+            created=_now(),
+            software=_software(),
+            totals=totals,
+            index=index,
+        )
+        return msgspec.msgpack.encode(index.nbytes + repo.commit(body, overwrite=self.overwrite))
+
+
+MARKER = "attempt.json"
+
+
+def _totals(job: JobPlan, done: list[Done], divergences: list[Divergence]) -> dict[str, int]:
+    return {
+        "bytes_held": job.graph.bytes_held(),
+        "bytes_unique": job.graph.bytes_unique(),
+        "bytes_written": sum(d.written for d in done),
+        "bytes_reused": sum(d.reused for d in done),
+        "bytes_derived": sum(d.derived for d in done),
+        "chunks": len(job.plan.chunks),
+        "divergences": len(divergences),
+    }
+
+
+def _remove(attempt: Attempt) -> None:
+    """Remove what this rank has written, best effort: a full disk should not stay full. ``verify`` names the rest."""
+    for key in attempt.made:
+        with suppress(Exception):
+            attempt.store.delete(key)
+
+
+def _now() -> str:
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
+
+
+def _software() -> dict[str, str]:
+    found = {}
+    for name in ("ckpt", "torch", "deepspeed"):
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found

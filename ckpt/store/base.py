@@ -1,0 +1,98 @@
+"""The store contract: a flat map from key to bytes, as little as a checkpoint needs, so that any backend can give it.
+
+Keys are relative, ``/``-separated, without empty, ``.`` or ``..`` parts. Every method may raise a
+:class:`~ckpt.errors.StoreError`; a backend maps all of its vendor's errors to that tree at one seam.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+from ckpt.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+Buffer = bytes | bytearray | memoryview
+
+_PART = re.compile(r"[^/\0]+")
+
+
+def check_key(key: str) -> str:
+    """Return ``key`` if it is well-formed, so that no name read from a file leaves the root.
+
+    Raises:
+        ConfigError: empty, absolute, or with an empty, ``.`` or ``..`` part.
+    """
+    parts = key.split("/")
+    if not all(_PART.fullmatch(part) and part not in (".", "..") for part in parts):
+        raise ConfigError(f"key {key!r} is not a relative path without '.', '..' or empty parts")
+    return key
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectInfo:
+    """What a listing says of an object."""
+
+    key: str
+    nbytes: int
+
+
+@runtime_checkable
+class ObjectWriter(Protocol):
+    """An object being written. It appears under its key at :meth:`finish`, whole and durable, or never.
+
+    Use as a context manager: leaving the block without ``finish`` (an error) removes what was written.
+    """
+
+    def write(self, data: Buffer) -> None:
+        """Append bytes."""
+
+    def finish(self) -> None:
+        """Make the object visible and durable (file and directory synced) before returning."""
+
+    def __enter__(self) -> ObjectWriter: ...
+
+    def __exit__(self, *exc: object) -> None: ...
+
+
+@runtime_checkable
+class Store(Protocol):
+    """One backend. Safe to use from several processes at once; one instance per thread."""
+
+    url: str
+    """Where it is, for messages."""
+
+    def put(self, key: str, data: Buffer, *, overwrite: bool = False) -> None:
+        """Store ``data`` durably and atomically. Not idempotent without ``overwrite``.
+
+        Raises:
+            ObjectExists: the key exists and ``overwrite`` is false; exactly one of several racing puts succeeds.
+        """
+
+    def writer(self, key: str) -> ObjectWriter:
+        """Open a new object for streaming. Keys of streamed objects are unique by construction (attempt id)."""
+
+    def get(self, key: str, start: int = 0, nbytes: int | None = None) -> bytes:
+        """Return ``nbytes`` bytes from ``start`` (all to the end if None). Idempotent.
+
+        Raises:
+            ObjectNotFound: no such key. A range past the end is no error: fewer bytes come back.
+        """
+
+    def read_into(self, key: str, start: int, buffer: memoryview) -> int:
+        """Fill ``buffer`` from ``start``; return how many bytes there were (fewer only at the end). Idempotent."""
+
+    def size(self, key: str) -> int | None:
+        """Return the object's size in bytes, or None if there is none. An error is never "none"."""
+
+    def walk(self, prefix: str) -> Iterator[ObjectInfo]:
+        """Yield every object whose key starts with ``prefix`` + ``/``, in no particular order; temporary files too."""
+
+    def children(self, prefix: str) -> list[str]:
+        """Return the names directly below ``prefix`` (folders and objects), unsorted; empty if there are none."""
+
+    def delete(self, key: str) -> None:
+        """Remove an object; no error if it is gone already."""

@@ -1,0 +1,83 @@
+"""A store in a dict: the model that other stores are tested against, and a root for tests (``MemoryStore()``)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ckpt.errors import ObjectExists, ObjectNotFound
+from ckpt.store.base import Buffer, ObjectInfo, check_key
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+class MemoryStore:
+    """See :class:`~ckpt.store.base.Store`. ``objects`` may be looked at and damaged by a test."""
+
+    def __init__(self) -> None:
+        self.url = "memory"
+        self.objects: dict[str, bytes] = {}
+
+    def put(self, key: str, data: Buffer, *, overwrite: bool = False) -> None:
+        """See :class:`~ckpt.store.base.Store`."""
+        value = bytes(data)
+        # setdefault is atomic under the GIL: of two racing creates exactly one finds its own value.
+        if overwrite:
+            self.objects[check_key(key)] = value
+        elif self.objects.setdefault(check_key(key), value) is not value:
+            raise ObjectExists(f"{key!r} exists already in {self.url}", key)
+
+    def writer(self, key: str) -> MemoryWriter:
+        """See :class:`~ckpt.store.base.Store`."""
+        return MemoryWriter(self, check_key(key))
+
+    def get(self, key: str, start: int = 0, nbytes: int | None = None) -> bytes:
+        """See :class:`~ckpt.store.base.Store`."""
+        if key not in self.objects:
+            raise ObjectNotFound(f"read {key!r} in {self.url}: no such object", key)
+        return self.objects[key][start : None if nbytes is None else start + nbytes]
+
+    def read_into(self, key: str, start: int, buffer: memoryview) -> int:
+        """See :class:`~ckpt.store.base.Store`."""
+        data = self.get(key, start, len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
+
+    def size(self, key: str) -> int | None:
+        """See :class:`~ckpt.store.base.Store`."""
+        return len(self.objects[key]) if key in self.objects else None
+
+    def walk(self, prefix: str) -> Iterator[ObjectInfo]:
+        """See :class:`~ckpt.store.base.Store`."""
+        head = f"{prefix}/" if prefix else ""
+        return (ObjectInfo(k, len(v)) for k, v in list(self.objects.items()) if k.startswith(head))
+
+    def children(self, prefix: str) -> list[str]:
+        """See :class:`~ckpt.store.base.Store`."""
+        skip = len(prefix) + 1 if prefix else 0
+        return list({info.key[skip:].split("/")[0] for info in self.walk(prefix)})
+
+    def delete(self, key: str) -> None:
+        """See :class:`~ckpt.store.base.Store`."""
+        self.objects.pop(key, None)
+
+
+class MemoryWriter:
+    """See :class:`~ckpt.store.base.ObjectWriter`."""
+
+    def __init__(self, store: MemoryStore, key: str) -> None:
+        self.store, self.key, self.parts = store, key, bytearray()
+
+    def write(self, data: Buffer) -> None:
+        """Append bytes."""
+        self.parts += data
+
+    def finish(self) -> None:
+        """Publish."""
+        self.store.objects[self.key] = bytes(self.parts)
+
+    def __enter__(self) -> MemoryWriter:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.parts = bytearray()
