@@ -287,7 +287,7 @@ def rebuild_low_precision(optimizer: Any) -> None:
 
 
 def after_writing(optimizer: Any) -> None:
-    """Gather ZeRO-3's persistent parameters again (without it, forward would use stale norms). A collective there."""
+    """Gather ZeRO-3's persistent parameters again, as every step leaves them. A collective there."""
     if "DeepSpeedZeroOptimizer_Stage3" in class_names(optimizer):
         optimizer.checkpoint_event_epilogue()
     elif "DeepSpeedZeRoOffload" in class_names(optimizer) and optimizer.persistent_parameters:

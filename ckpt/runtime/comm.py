@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from ckpt.errors import CkptError, ConfigError, RankFailure, from_wire, to_wire
+from ckpt.runtime.liveness import identity, is_dead
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 BEAT_SECONDS = 1.0
+NEIGHBOUR_SECONDS = 0.5
+"""How often a waiting rank looks whether absent processes of its own host still exist."""
 _ABSENT = "did not arrive"
 
 
@@ -85,6 +88,8 @@ class Comm:
             return
         key = f"{self.operation + 1}/enter"
         self._prepare_entry(key)
+        if not self.operation:
+            self.kv.set(f"who/{self.rank}", identity().encode())
         self._arrive(key)
         deadline = time.monotonic() + self.timeout
         pause = 0.0005
@@ -197,12 +202,19 @@ class Comm:
     def _wait(self, key: str, name: str) -> None:
         kv = self.store
         pause, look = 0.0005, time.monotonic() + self.timeout / 4
+        neighbours = time.monotonic() + NEIGHBOUR_SECONDS
         seen: dict[int, tuple[str, float]] = {}
         while not kv.check([f"{key}/done"]):
             if kv.check([f"{self.operation}/abort"]):
                 raise self._aborted()
             self.beat()
             now = time.monotonic()
+            if now >= neighbours:
+                neighbours = now + NEIGHBOUR_SECONDS
+                dead = [r for r in self._absent(key) if is_dead(self._text(f"who/{r}"))]
+                # Arrived and then died: it has done its part of this step.
+                if dead and not kv.check([f"{key}/done"]):
+                    raise self._abort(name, dict.fromkeys(dead, "its process is gone"))
             if now >= look:
                 look = now + self.timeout / 4
                 lost = self._lost(key, seen, now)
@@ -211,14 +223,18 @@ class Comm:
             time.sleep(pause)
             pause = min(pause * 1.5, 0.02)
 
+    def _absent(self, key: str) -> list[int]:
+        return [r for r in range(self.world) if not self.store.check([f"{key}/{r}"])]
+
+    def _text(self, key: str) -> str:
+        """Return the value of a key that may not be there."""
+        return self.store.get(key).decode() if self.store.check([key]) else ""
+
     def _lost(self, key: str, seen: dict[int, tuple[str, float]], now: float) -> list[int]:
         """Return the absent ranks whose sign of life has not changed for a whole timeout."""
-        kv = self.store
         lost = []
-        for rank in range(self.world):
-            if kv.check([f"{key}/{rank}"]):
-                continue
-            beat = kv.get(f"beat/{rank}").decode() if kv.check([f"beat/{rank}"]) else ""
+        for rank in self._absent(key):
+            beat = self._text(f"beat/{rank}")
             # The first look comes a quarter of the timeout after this rank began to wait.
             if seen.setdefault(rank, (beat, now - self.timeout / 4))[0] != beat:
                 seen[rank] = (beat, now)
@@ -283,10 +299,10 @@ class Comm:
 class TorchComm(Comm):
     """The ranks of ``torch.distributed``'s default group, with a gloo group of our own for bulk data."""
 
-    def __init__(self) -> None:
+    def __init__(self, generation: int) -> None:
         store = dist.distributed_c10d._get_default_store()
         # torch's stub says that a store holds str; it takes and returns bytes.
-        kv = cast("KeyValue", dist.distributed_c10d.PrefixStore("ckpt", store))
+        kv = cast("KeyValue", dist.distributed_c10d.PrefixStore(f"ckpt/{generation}", store))
         super().__init__(kv, dist.get_rank(), dist.get_world_size())
         self._group: dist.ProcessGroup | None = None
 
@@ -327,14 +343,18 @@ def default_timeout() -> float:
 
 
 _current: tuple[object, Comm] | None = None
+_generation = 0
+"""How many default groups ckpt has met in this process. A job that destroys its group and makes another may get the
+same store again, with the keys of the first."""
 
 
 def communicator() -> Comm:
     """Return the one communicator of this process: torch's default group, or a single rank without one."""
-    global _current
+    global _current, _generation
     if not (dist.is_available() and dist.is_initialized()):
         return Comm(None, 0, 1)
     world = dist.group.WORLD
     if _current is None or _current[0] is not world:  # a job may destroy its group and make another
-        _current = (world, TorchComm())
+        _generation += 1
+        _current = (world, TorchComm(_generation))
     return _current[1]

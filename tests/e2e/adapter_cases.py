@@ -89,6 +89,11 @@ def gathered(engine: Any) -> dict[str, torch.Tensor]:
     return found
 
 
+def persistent_are_gathered(engine: Any) -> bool:
+    """Are the parameters that ZeRO-3 keeps whole between steps there, as after a step?"""
+    return all(p.numel() == p.ds_numel for p in getattr(engine.optimizer, "persistent_parameters", []))
+
+
 def same(a: dict[Any, torch.Tensor], b: dict[Any, torch.Tensor]) -> list[str]:
     """Return the keys under which two states differ in any bit."""
     return [str(k) for k in sorted(a.keys() | b.keys(), key=str) if k not in a or k not in b or not equal(a[k], b[k])]
@@ -180,9 +185,10 @@ def round_trip(rank: int, world: int, before: int = 3, after: int = 3, **options
     train(first, before)
     captured, state = held(adapter), adapter.describe()
     saved, objects, low = specs(state.shards), through_json(copy.deepcopy(state.objects)), gathered(first)
+    skipped = first.skipped_steps
     losses = train(first, after, start=before)
     final = held(adapter)
-    report: dict[str, Any] = {"wrapper": type(first.optimizer).__name__, "losses": losses, "final": len(final)}
+    report: dict[str, Any] = {"wrapper": type(first.optimizer).__name__, "skipped": [skipped, first.skipped_steps]}
 
     for label, engine in (("fresh", make_engine(**{**options, "seed": 7})), ("same", first)):
         target = DeepSpeedAdapter(engine)
@@ -193,6 +199,7 @@ def round_trip(rank: int, world: int, before: int = 3, after: int = 3, **options
             "notes": notes,
             "moved": moved,
             "state": same(captured, held(target)),
+            "gathered": persistent_are_gathered(engine),
             "params": same(low, gathered(engine)),
             "objects": {k: v for k, v in target.describe().objects.items() if v != objects[k]},
             "losses": train(engine, after, start=before) == losses,
