@@ -11,10 +11,12 @@ until its call returns, and until all its files have been fsynced too (by all ra
 from __future__ import annotations
 
 import argparse
+import cProfile
 import json
 import logging
 import math
 import os
+import pstats
 import shutil
 import subprocess
 import sys
@@ -23,7 +25,7 @@ from importlib.metadata import version
 from pathlib import Path
 from statistics import median
 
-from measure import MB, Peak, cached_share, filesystem, fsync, machine, make_cold, size_below, timed
+from measure import MB, Peak, cached_share, files_below, filesystem, fsync, machine, make_cold, size_below, timed
 from rich.console import Console
 from rich.table import Table
 
@@ -128,8 +130,8 @@ def fingerprint(engine) -> str:
 class Contest:
     """Both systems on one rank. Times are this rank's; the launcher takes the maximum over ranks."""
 
-    def __init__(self, engine, folder: Path) -> None:
-        self.engine, self.folder = engine, folder
+    def __init__(self, engine, folder: Path, profiles: Path | None) -> None:
+        self.engine, self.folder, self.profiles = engine, folder, profiles
 
     def save(self, system: str, tag: int) -> dict[str, float]:
         """Save and return seconds until the call returned, until all is durable, and the peak of added memory."""
@@ -142,14 +144,15 @@ class Contest:
         with self._peak(found, "save"), timed(found, "durable"):
             with timed(found, "blocked"):
                 if system == OURS:
-                    report = ckpt.save(self.engine, self.folder / OURS, step=tag)
+                    report = self._call(ckpt.save, step=tag)
                 else:
                     self.engine.save_checkpoint(str(self.folder / THEIRS), tag=str(tag))
             if system == THEIRS:
                 dist.barrier()  # a file may be another rank's
-                written = sorted(p for p in self.where(THEIRS, tag).parent.rglob("*") if p.is_file())
-                mine = [p for p in written if p.parent.name in (str(tag), THEIRS)][dist.get_rank() :: dist.get_world_size()]
-                for path in (*mine, self.where(THEIRS, tag), self.folder / THEIRS):
+                beside = [p for p in (self.folder / THEIRS).iterdir() if p.is_file()]  # `latest` and two scripts
+                written = sorted([*files_below(self.where(THEIRS, tag)), *beside])
+                folders = [self.where(THEIRS, tag), self.folder / THEIRS]
+                for path in (*written[dist.get_rank() :: dist.get_world_size()], *folders):
                     fsync(path)
         if system == OURS:
             found |= {f"phase {name}": seconds for name, seconds in report.phases.items()}
@@ -168,12 +171,20 @@ class Contest:
         dist.barrier()
         with self._peak(found, "load"), timed(found, "restore"):
             if system == OURS:
-                report = ckpt.load(self.engine, self.folder / OURS, step=tag)
+                report = self._call(ckpt.load, step=tag)
             elif self.engine.load_checkpoint(str(self.folder / THEIRS), tag=str(tag))[0] is None:
                 raise SystemExit("DeepSpeed has not loaded its checkpoint")
         if system == OURS:
             found |= {f"phase {name}": seconds for name, seconds in report.phases.items()}
         return found
+
+    def _call(self, operation, *, step: int):
+        if self.profiles is None:
+            return operation(self.engine, self.folder / OURS, step=step)
+        profile = cProfile.Profile()
+        report = profile.runcall(operation, self.engine, self.folder / OURS, step=step)
+        profile.dump_stats(self.profiles / f"{operation.__name__}.prof")  # the last run's stays
+        return report
 
     def where(self, system: str, tag: int) -> Path:
         """Return the folder that holds one checkpoint of one system."""
@@ -214,7 +225,7 @@ def run_rank(options: argparse.Namespace) -> None:
 
     engine, count = build_engine(options.stage, options.params, options.dtype)
     train_step(engine)
-    contest = Contest(engine, options.work)
+    contest = Contest(engine, options.work, options.work if options.profile and dist.get_rank() == 0 else None)
     runs = []
     for run in range(options.runs + 1):
         train_step(engine)
@@ -269,10 +280,14 @@ def launch(options: argparse.Namespace) -> dict[str, object]:
             command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
             command += [f"--nproc_per_node={options.world}", __file__, "--stage", str(stage), "--work", str(work)]
             command += ["--params", str(options.params), "--dtype", options.dtype, "--runs", str(options.runs)]
+            command += ["--profile"] if options.profile else []
             with (work / "log").open("w") as log:
                 code = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, check=False).returncode
             if code:
                 raise SystemExit(f"{(work / 'log').read_text()[-6000:]}\nstage {stage} ended with exit code {code}")
+            for name in ("save", "load") if options.profile else ():
+                console.rule(f"stage {stage}: ckpt.{name} on rank 0, last run, by own time")
+                pstats.Stats(str(work / f"{name}.prof")).sort_stats("tottime").print_stats(18)
             stages.append(json.loads((work / "result.json").read_text()))
         finally:
             shutil.rmtree(work, ignore_errors=True)
@@ -299,8 +314,12 @@ def render(result: dict) -> Table:
             b = [run[THEIRS].get(theirs) for run in stage["runs"]]
             if None in a:
                 continue  # no device
-            ratios = [x / y if y else math.inf for x, y in zip(a, b, strict=True)]
-            spread = f"{median(ratios):.2f} ({min(ratios):.2f}–{max(ratios):.2f})"
+            if "added" in label:  # often next to nothing, which is no number to divide by
+                against = [(x - y) / unit for x, y in zip(a, b, strict=True)]
+                spread = f"{median(against):+.0f} MB ({min(against):+.0f} … {max(against):+.0f})"
+            else:
+                against = [x / y for x, y in zip(a, b, strict=True)]
+                spread = f"{median(against):.2f} ({min(against):.2f} … {max(against):.2f})"
             table.add_row(label, f"{median(a) / unit:.{digits}f}", f"{median(b) / unit:.{digits}f}", spread)
         same = [all(run[name]["same"] for run in stage["runs"]) for name in (OURS, THEIRS)]
         table.add_row("restored state bit-identical", *("yes" if s else "NO" for s in same), "")
@@ -319,6 +338,7 @@ def main() -> None:
     default = Path(__file__).resolve().parents[1] / ".cache" / "bench"
     parser.add_argument("--dir", type=Path, default=default, help="where checkpoints go: the disk that is measured")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every measurement of every run")
+    parser.add_argument("--profile", action="store_true", help="print cProfile's view of ckpt.save and ckpt.load, rank 0")
     parser.add_argument("--stage", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()

@@ -151,11 +151,12 @@ def _add_derived(
     owners: list[int],
     proofs: dict[int, int],
 ) -> None:
-    """Cut a derivable param along its master's chunks, so that the master's owner can prove each piece alone."""
+    """Cut a derivable param along its master's chunks, so that one rank that holds both can prove each piece alone."""
     master_boxes = [chunks[m].box for m in masters]
     for m, c, common in sorted(overlaps(master_boxes, [cell.box for cell in cells])):
         owner, ranks = owners[masters[m]], cells[c].ranks
-        if owner in ranks:
+        both = [rank for rank in chunks[masters[m]].ranks if rank in ranks]
+        if both:
             proofs[len(chunks)] = masters[m]
         chunks.append(Chunk(spec, spec_id, common, ranks))
-        owners.append(owner if owner in ranks else ranks[0])
+        owners.append(owner if owner in both else (both or ranks)[0])

@@ -38,7 +38,7 @@ class Counter:
         """Wrap the functions of ``os`` that the local store uses, and the entry of every collective step."""
 
         class Wrapped:
-            def __getattr__(wrapped, name: str) -> Any:  # noqa: N805
+            def __getattr__(wrapped, name: str) -> Any:
                 real = getattr(os, name)
                 if name not in OPERATIONS:
                     return real

@@ -35,14 +35,14 @@ def after_training(engine: Any, losses: list[float]) -> dict[str, Any]:
         "losses": losses,
         "lr": [group["lr"] for group in engine.optimizer.param_groups],
         "state": fingerprint(engine),
-        "draws": [random.random(), float(np.random.rand()), float(torch.rand(()))],  # noqa: NPY002, S311
+        "draws": [random.random(), float(np.random.rand()), float(torch.rand(()))],
     }
 
 
 def seed_generators(rank: int) -> None:
     """Give every rank generators of its own, as data loading and dropout do."""
     random.seed(100 + rank)
-    np.random.seed(200 + rank)  # noqa: NPY002
+    np.random.seed(200 + rank)
     torch.manual_seed(300 + rank)
 
 
@@ -75,7 +75,7 @@ def train_drawing(engine: Any, steps: int, start: int = 0) -> list[float]:
         kept = torch.get_rng_state()  # `train` seeds torch for its dropout masks; keep the job's own stream
         losses += train(engine, 1, start=step)
         torch.set_rng_state(kept)
-        losses += [random.random(), float(np.random.rand()), float(torch.rand(()))]  # noqa: NPY002, S311
+        losses += [random.random(), float(np.random.rand()), float(torch.rand(()))]
     return losses
 
 
@@ -142,7 +142,7 @@ def save_indexed(rank: int, world: int, *, root: str, engine: dict[str, Any]) ->
 
 
 def load_all_indexed(rank: int, world: int, *, root: str, names: list[str], engine: dict[str, Any]) -> list[str]:
-    """Load checkpoint after checkpoint into one engine; return what is misplaced, and train a step at the end of each."""
+    """Load checkpoint after checkpoint into one engine; return what is misplaced."""
     job = make_engine(**{**engine, "seed": 7})
     order: dict[str, int] = json.loads(Path(root, "order.json").read_text())
     wrong = []

@@ -43,7 +43,8 @@ def indexed(tmp_path_factory: pytest.TempPathFactory) -> str:
     for stage, world in LAYOUTS:
         engine = {"stage": stage, "dtype": ("fp32", "bf16")[(stage + world) % 2]}
         for saved in ranks(world, f"{CASES}:save_indexed", root=root, engine=engine).values():
-            assert saved["written"] <= saved["unique"]
+            # `running` is a statistic of each rank's own batches: every copy of a buffer that differs is kept.
+            assert saved["written"] <= saved["unique"] + (world - 1) * 3 * 24 * 4
     return root
 
 

@@ -7,9 +7,12 @@ share a ``HashStore``, exactly what a real job's rendezvous offers, and no proce
 from __future__ import annotations
 
 import threading
+import time
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from math import prod
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -32,9 +35,7 @@ PADDING = 0x5A
 
 def numbered(dtype: str, shape: Sequence[int], seed: int) -> torch.Tensor:
     """A tensor whose element's bits are its global index plus ``seed`` thousands (as far as the dtype is wide)."""
-    count = 1
-    for n in shape:
-        count *= n
+    count = prod(shape)
     if dtype == "bool":
         return ((torch.arange(count) + seed) % 3 == 0).reshape(tuple(shape))
     size = ITEMSIZE[dtype]
@@ -48,10 +49,8 @@ def numbered(dtype: str, shape: Sequence[int], seed: int) -> torch.Tensor:
 
 def weights(shape: Sequence[int], seed: int) -> torch.Tensor:
     """An fp32 master with bits below bf16, each element different."""
-    count = max(1, int(torch.tensor(list(shape) or [1]).prod()))
-    return (1 + seed + torch.arange(count, dtype=torch.float32) * 1.0009765625)[: count if 0 not in shape else 0].reshape(
-        tuple(shape)
-    )
+    count = prod(shape)
+    return (seed + (1 + torch.arange(count, dtype=torch.float32)) * 1.0009765625).reshape(tuple(shape))
 
 
 @dataclass
@@ -246,6 +245,9 @@ def thread_communicators() -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(mock.patch("ckpt.saving.communicator", _current))
         stack.enter_context(mock.patch("ckpt.loading.communicator", _current))
+        # Waiting ranks look more often than in a real job: hundreds of jobs run in a second here.
+        quick = SimpleNamespace(monotonic=time.monotonic, sleep=lambda seconds: time.sleep(min(seconds, 0.001)))
+        stack.enter_context(mock.patch("ckpt.runtime.comm.time", quick))
         yield
 
 

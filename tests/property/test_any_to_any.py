@@ -8,11 +8,26 @@ from hypothesis import strategies as st
 
 import ckpt
 from ckpt.format.manifest import DERIVED
+from ckpt.layout.box import Box
 from ckpt.layout.spec import ITEMSIZE, MASTER, PARAM
 from ckpt.repo.repository import Repository
 from ckpt.repo.verify import verify
 from ckpt.store.memory import MemoryStore
-from tests.property.fake import KINDS, PADDING, Layout, Model, cut, engines, load_all, numbered, save_all, weights
+from tests.property.fake import (
+    KINDS,
+    PADDING,
+    Layout,
+    Model,
+    comms,
+    cut,
+    each,
+    engines,
+    load_all,
+    numbered,
+    run_ranks,
+    save_all,
+    weights,
+)
 
 DTYPES = sorted(ITEMSIZE)
 shapes = st.one_of(
@@ -68,6 +83,19 @@ def accounted(store: MemoryStore, step: int) -> tuple[int, int, int]:
     return sum(n for _, _, n in places), entries, derived
 
 
+def derivable(model: Model, layout: Layout, fqn: str) -> bool:
+    """Is the param cast(master), and is there for each element a rank that can tell because it holds both?"""
+    param, master = model.tensors[fqn, PARAM], model.tensors[fqn, MASTER]
+    seen = torch.zeros(param.shape, dtype=torch.bool)
+    for params, masters in zip(layout[fqn, PARAM], layout[fqn, MASTER], strict=True):
+        held = [torch.zeros(param.shape, dtype=torch.bool) for _ in range(2)]
+        for mask, boxes in zip(held, (params, masters), strict=True):
+            for box in boxes:
+                mask[box.relative_to(Box.whole(param.shape))] = True
+        seen |= held[0] & held[1]
+    return torch.equal(param, master.to(param.dtype)) and bool(seen.all())
+
+
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(st.data())
 def test_any_layout_loads_into_any_other(data):
@@ -84,8 +112,7 @@ def test_any_layout_loads_into_any_other(data):
     assert report.bytes_derived == derived
     assert entries + derived == total, "every element is stored once or proved derivable"
     assert report.bytes_unique == model.nbytes()
-    if not any(model.is_derived(k) and not torch.equal(t, model.tensors[k[0], MASTER].to(t.dtype))
-               for k, t in model.tensors.items()):  # fmt: skip
+    if all(derivable(model, before, fqn) for fqn in model.derived):
         assert entries == report.bytes_unique, "a param that is cast(master) costs nothing"
     assert bytes([PADDING] * 8) not in b"".join(v for k, v in store.objects.items() if "/packs/" in k)
 
@@ -145,18 +172,16 @@ def test_a_second_save_writes_only_what_has_changed_whatever_the_layout(data):
     assert ckpt.steps(store) == [1, 2]
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
 def test_extras_of_any_mix_of_ranks_come_back(data):
     """Ranks need not pass the same extras: whatever a rank passed is stored by somebody and comes back to it."""
-    world = data.draw(st.integers(1, 4))
+    world = data.draw(st.integers(2, 4))
     model = Model({("w", PARAM): numbered("float32", (4,), 1)})
-    names = st.dictionaries(st.sampled_from(["a", "b", "c", "zz"]), st.integers(0, 2), max_size=4)
+    names = st.dictionaries(st.sampled_from(["a", "b", "zz"]), st.integers(0, 1), max_size=3)
     extras = [data.draw(names) for _ in range(world)]
     layout, store = {("w", PARAM): cut("replicated", (4,), world)}, MemoryStore()
     made = engines(model, layout, world, filled=True)
-    from tests.property.fake import comms, each, run_ranks
-
     each(run_ranks(comms(world), lambda r: ckpt.save(made[r], store, extra=extras[r])))
     reports = load_all(engines(model, layout, world, filled=False), store)
     for rank, report in enumerate(reports):

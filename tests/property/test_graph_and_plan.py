@@ -86,7 +86,15 @@ def test_every_element_is_in_exactly_one_chunk_whose_owner_holds_it(layouts, chu
         assert plan.chunks[param].spec.role == PARAM
         assert plan.chunks[master].spec.key == (plan.chunks[param].spec.fqn, MASTER)
         assert plan.chunks[master].box.contains(plan.chunks[param].box)
-        assert plan.owners[param] == plan.owners[master]
+        assert plan.owners[param] in plan.chunks[master].ranks
+    provable = {
+        i
+        for i, chunk in enumerate(plan.chunks)
+        if chunk.spec.role == PARAM
+        and chunk.spec.fqn in graph.derived
+        and set(chunk.ranks) & set(truth[TensorSpec(chunk.spec.fqn, MASTER, "float32", chunk.spec.shape)][chunk.box.offsets])
+    }
+    assert set(plan.proofs) == provable, "where one rank holds both, the cast can be proved"
     assert len({c.name for c in plan.chunks}) == len(plan.chunks), "names in packs are unique"
 
 
