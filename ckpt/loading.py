@@ -77,7 +77,7 @@ def load(
     for candidate in one.candidates(fallback):
         try:
             return one.run(candidate, tuple(skipped), started)
-        except CkptError as error:  # noqa: PERF203  # once per damaged step
+        except CkptError as error:
             if not fallback or not _is_damage(error):
                 raise
             skipped.append(f"step {candidate}: {error}")
@@ -146,20 +146,17 @@ class _Load:
             comm.run("check packs", lambda: check_packs(self.store, _sizes(index, plan)))
         module = self.adapter.module()
         mark_half_loaded(module)
-        notes: list[str] = []
         with self._phase("read"):
             nbytes = comm.run("read", lambda: place_chunks(self.store, plan.first, state.shards, comm.beat))
         with self._phase("finish"):
             comm.run("refresh", self.adapter.refresh)
             nbytes += comm.run("read rest", lambda: place_chunks(self.store, plan.after, state.shards, comm.beat))
-            notes += comm.run("finish", lambda: self.adapter.finish(saved.engine))
+            common = comm.run("finish", lambda: self.adapter.finish(saved.engine))
             returned = comm.run("extra", lambda: give_back(saved, self.extra))
-            notes += saved.notes
-            notes += comm.run("generators", lambda: restore_generators(saved, comm.rank))
+            own = saved.notes + comm.run("generators", lambda: restore_generators(saved, comm.rank))
         mark_whole(module)
-        if comm.rank == 0:
-            for note in notes:
-                log.warning("load of step %d: %s", step, note)
+        for note in own if comm.rank else common + own:  # the engine's notes are the same on all ranks
+            log.warning("load of step %d: %s", step, note)
         return LoadReport(
             step=step,
             root=self.store.url,
@@ -169,7 +166,7 @@ class _Load:
             missing=missing + saved.missing,
             unexpected=unexpected + saved.unexpected,
             casts=casts,
-            notes=tuple(notes),
+            notes=tuple(common + own),
             skipped=skipped,
             extra=returned,
             phases=self.phases,

@@ -34,6 +34,14 @@ class SaveReport:
     phases: dict[str, float] = field(default_factory=dict)
     """seconds of this rank by phase: describe, plan, digest, write, commit"""
 
+    def __str__(self) -> str:
+        more = f", {_size(self.bytes_reused)} unchanged" if self.bytes_reused else ""
+        more += f", {len(self.divergences)} diverging replicas" if self.divergences else ""
+        return (
+            f"step {self.step}: {_size(self.bytes_written)} written of {_size(self.bytes_held)} held "
+            f"({self.share_redundant:.0%} redundant{more}) in {self.seconds:.2f} s"
+        )
+
     @property
     def largest_writer(self) -> int:
         """Tensor bytes of the rank that wrote most."""
@@ -69,3 +77,17 @@ class LoadReport:
     """the ``extra`` of the save: plain values, and the state of objects that were not passed to load"""
     phases: dict[str, float] = field(default_factory=dict)
     """seconds of this rank by phase: index, plan, read, finish"""
+
+    def __str__(self) -> str:
+        lines = [f"step {self.step}: {_size(self.bytes_read)} read by this rank in {self.seconds:.2f} s"]
+        for title in ("missing", "unexpected", "casts", "notes", "skipped"):
+            lines += [f"{title}: {line}" for line in getattr(self, title)]
+        return "\n  ".join(lines)
+
+
+def _size(nbytes: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if nbytes < 1000:
+            return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1000
+    return f"{nbytes:.1f} TB"

@@ -29,6 +29,8 @@ FEATURES: frozenset[str] = frozenset()
 MAX_COMMIT = 1 << 20
 MAX_INDEX = 1 << 30
 """Bytes of one index file after decompression."""
+MAX_CHUNK = 1 << 28
+"""Bytes of one chunk or blob; readers allocate what an entry says, so it must not say too much."""
 
 PACK_KEY = re.compile(r"steps/\d{1,18}/[0-9a-z-]{1,64}/packs/[0-9A-Za-z._-]{1,128}\.safetensors")
 INDEX_KEY = re.compile(r"steps/\d{1,18}/[0-9a-z-]{1,64}/index/[0-9A-Za-z._-]{1,128}\.json\.zst")
@@ -284,7 +286,9 @@ def _check_place(entry: ChunkEntry | BlobEntry, packs: tuple[PackRef, ...], wher
     check_form(entry.digest, where)
     if not 0 <= entry.pack < len(packs):
         raise MalformedData(f"{where}: in pack number {entry.pack}, there are {len(packs)}")
-    if entry.start < 8 or entry.nbytes < 0 or entry.start + entry.nbytes > packs[entry.pack].nbytes:
+    if not 0 <= entry.nbytes <= MAX_CHUNK:
+        raise MalformedData(f"{where}: {entry.nbytes} bytes, expected at most {MAX_CHUNK}")
+    if entry.start < 8 or entry.start + entry.nbytes > packs[entry.pack].nbytes:
         raise MalformedData(f"{where}: bytes [{entry.start}, +{entry.nbytes}) are not in {packs[entry.pack].key}")
 
 

@@ -149,11 +149,12 @@ class Repository:
     def read_pinned(self, ref: FileRef, owner: str) -> bytes:
         """Return the bytes of an index file after checking size and digest; ``owner`` is the file that names it."""
         try:
-            data = self.store.get(ref.key)
+            data = self.store.get(ref.key, 0, ref.nbytes + 1)
         except ObjectNotFound as error:
             raise MissingChunk(f"{ref.key}: named by {owner}, not there") from error
         if len(data) != ref.nbytes:
-            raise DigestMismatch(f"{ref.key}: expected {ref.nbytes} bytes (named by {owner}), found {len(data)}")
+            found = self.store.size(ref.key)
+            raise DigestMismatch(f"{ref.key}: expected {ref.nbytes} bytes (named by {owner}), found {found}")
         if digest(data) != ref.digest:
             raise DigestMismatch(f"{ref.key}: expected digest {ref.digest} (named by {owner}), found {digest(data)}")
         return data

@@ -9,7 +9,7 @@ import torch
 
 from ckpt.errors import ConfigError
 from ckpt.format.digest import digest
-from ckpt.format.manifest import BlobEntry, ObjectEntry, ObjectTensor
+from ckpt.format.manifest import MAX_CHUNK, BlobEntry, ObjectEntry, ObjectTensor
 from ckpt.plan.save_plan import CHUNK_BYTES
 from ckpt.runtime.objects import encode_object
 from ckpt.runtime.pipeline import Output
@@ -65,6 +65,10 @@ def is_stateful(value: object) -> bool:
 
 def _item(name: str, kind: str, tree: Any, path: str) -> Item:
     document, tensors = encode_object(tree, path)
+    if len(document) > MAX_CHUNK:
+        raise ConfigError(
+            f"{path}: {len(document)} bytes as JSON, at most {MAX_CHUNK} are possible; keep bulk data in tensors"
+        )
     parts = [digest(document), *(f"{t.dtype}{list(t.shape)}{digest(tensor_bytes(t))}" for t in tensors)]
     return Item(name, kind, document, tuple(tensors), digest("".join(parts).encode()))
 
