@@ -218,7 +218,9 @@ def to_wire(error: BaseException) -> dict[str, object]:
     attributes = {k: v for k, v in vars(error).items() if not k.startswith("_")} if isinstance(error, CkptError) else {}
     if isinstance(error, RankFailure):
         attributes = {"step": error.step, "failures": {str(k): v for k, v in error.failures.items()}}
-    return {"type": type(error).__name__, "message": str(error) or type(error).__name__, "attributes": attributes}
+    # A file name that is not UTF-8 is lone surrogates in Python: they must not make the report itself fail.
+    message = str(error).encode("utf-8", "backslashreplace").decode()
+    return {"type": type(error).__name__, "message": message or type(error).__name__, "attributes": attributes}
 
 
 def from_wire(data: dict[str, object]) -> CkptError:

@@ -76,15 +76,12 @@ class DeepSpeedAdapter:
         return state
 
     def describe_for_load(self, saved: SavedSpecs) -> EngineState:
-        """Return the pieces to be written; under ZeRO-3 gathered parameters are dropped until :meth:`finish`.
-
-        ``objects`` is empty. Optimizer state that is allocated here is zero.
+        """Return the pieces to be written; ``objects`` is empty. The engine is not touched.
 
         Raises:
-            UnsupportedLayout, ConfigError: as :meth:`describe`; the engine was not touched.
+            UnsupportedLayout, ConfigError: as :meth:`describe`.
         """
         state, named, partitions = self._survey()
-        before_writing(self._engine.optimizer)
         state.shards += _parameter_shards(named.values())
         self._loading = StateLoad(inner_optimizer(self._engine.optimizer), saved)
         for partition in partitions:
@@ -93,7 +90,13 @@ class DeepSpeedAdapter:
         return state
 
     def refresh(self) -> None:
-        """Rebuild the low-precision parameters from the masters. A collective under ZeRO-1 and ZeRO-2."""
+        """Hand over new optimizer state and rebuild the parameters from the masters. A collective under ZeRO-1 and 2.
+
+        Under ZeRO-3 gathered parameters are dropped until :meth:`finish`.
+        """
+        before_writing(self._engine.optimizer)
+        if self._loading is not None:
+            self._loading.attach()
         rebuild_low_precision(self._engine.optimizer)
 
     def finish(self, objects: Mapping[str, Any]) -> list[str]:

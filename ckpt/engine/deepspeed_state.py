@@ -135,29 +135,32 @@ def _effective(inner: Any, partition: Partition, role: str, value: Any) -> Any:
 
 @dataclass(slots=True)
 class StateLoad:
-    """One load of the optimizer state: :meth:`prepare` before the tensors are written, :meth:`finish` after."""
+    """One load of the optimizer state: :meth:`prepare`; then tensors are written; :meth:`attach`; :meth:`finish`."""
 
     inner: Any
     saved: SavedSpecs
     _scalars: list[tuple[Partition, str, Any, dict[str, torch.Tensor]]] = field(default_factory=list)
     _unstated: list[tuple[Partition, list[str]]] = field(default_factory=list)
     _fresh: dict[int, Kinds | None] = field(default_factory=dict)
+    _new: list[tuple[Partition, str, torch.Tensor]] = field(default_factory=list)
 
     def prepare(self, partition: Partition) -> Iterator[LiveShard]:
-        """Yield what is to be written for this partition; allocates what the engine does not have yet."""
+        """Yield what is to be written for this partition; what the engine does not have yet is allocated beside it."""
         stated = {p.fqn for p in partition.pieces if self.saved.get(p.fqn, {}).keys() - NOT_OPTIMIZER_STATE}
         self._unstated.append((partition, [p.fqn for p in partition.pieces if p.fqn not in stated]))
         if not stated:
             return
-        state = self.inner.state[partition.key]
+        state = self.inner.state.get(partition.key) or {}
         kinds = self._kinds(state, partition, stated)
         for role, kind in kinds.items():
             specs = {f: self.saved[f][role] for f in sorted(stated) if role in self.saved.get(f, {})}
             if kind is ELEMENTWISE:
-                if not isinstance(state.get(role), torch.Tensor):
+                tensor = state.get(role)
+                if not isinstance(tensor, torch.Tensor):
                     dtype = torch_dtype(next(iter(specs.values())).dtype) if specs else partition.key.dtype
-                    state[role] = torch.zeros_like(partition.key, dtype=dtype, requires_grad=False)
-                yield from self._elementwise(partition, role, state[role], stated)
+                    tensor = torch.zeros_like(partition.key, dtype=dtype, requires_grad=False)
+                    self._new.append((partition, role, tensor))
+                yield from self._elementwise(partition, role, tensor, stated)
             else:
                 yield from self._scalar(partition, role, kind, specs, stated)
 
@@ -199,6 +202,12 @@ class StateLoad:
             temporary[fqn] = present.to(dtype=dtype, device="cpu", copy=True)
             yield LiveShard(TensorSpec(fqn, role, dtype_name(dtype), ()), Box((), ()), temporary[fqn])
         self._scalars.append((partition, role, example, temporary))
+
+    def attach(self) -> None:
+        """Make what :meth:`prepare` allocated the engine's own: from here on the load cannot be refused any more."""
+        for partition, role, tensor in self._new:
+            self.inner.state[partition.key][role] = tensor
+        self._new.clear()
 
     def finish(self) -> list[str]:
         """Put scalars back, clear what the checkpoint has no state for, and return notes.

@@ -47,10 +47,13 @@ class FileRef(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PackRef(msgspec.Struct, frozen=True, kw_only=True):
-    """A pack that a part's chunks point into; it may belong to an earlier step."""
+    """A pack that a part's chunks point into; it may belong to an earlier step. ``header``: digest of the bytes before
+    the data (length field and safetensors header), so that every byte of the file is under a digest.
+    """
 
     key: str
     nbytes: int
+    header: str = ""
 
 
 class ChunkEntry(msgspec.Struct, frozen=True, array_like=True):
@@ -260,6 +263,8 @@ def decode_part(data: bytes, specs: tuple[TensorSpec, ...], where: str) -> Index
             raise MalformedData(
                 f"{where}: pack {pack.key[:200]!r} of {pack.nbytes} bytes is not a pack of this repository"
             )
+        if pack.header:
+            check_form(pack.header, where)
     for chunk in part.chunks:
         _check_chunk(chunk, specs, part.packs, where)
     for entry in part.objects:

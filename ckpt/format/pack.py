@@ -26,6 +26,7 @@ SAFETENSORS_DTYPE = {
     "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8",
     "uint64": "U64", "uint32": "U32", "uint16": "U16", "uint8": "U8", "bool": "BOOL",
 }  # fmt: skip
+_KNOWN = frozenset(SAFETENSORS_DTYPE.values())
 _WIDTH = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2}
 
 
@@ -106,13 +107,13 @@ def parse_header(head: bytes, nbytes: int, where: str) -> dict[str, tuple[str, t
         for name, value in entries.items():
             begin, end = value["data_offsets"]
             found[name] = (str(value["dtype"]), tuple(map(int, value["shape"])), 8 + length + begin, 8 + length + end)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise MalformedData(f"{where}: header is not a safetensors table ({error!r})") from error
     position = 8 + length
     for name, (dtype, shape, start, stop) in sorted(found.items(), key=lambda pair: (pair[1][2], pair[1][3])):
         if start != position or stop < start or min(shape, default=0) < 0:
             raise MalformedData(f"{where}: chunk {name!r} at [{start}, {stop}), expected it to start at {position}")
-        if stop - start != prod(shape) * _WIDTH.get(dtype, 1):
+        if dtype not in _KNOWN or stop - start != prod(shape) * _WIDTH.get(dtype, 1):
             raise MalformedData(f"{where}: chunk {name!r}: {stop - start} bytes for {dtype}{list(shape)}")
         position = stop
     if position != nbytes:

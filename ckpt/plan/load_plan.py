@@ -10,9 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ckpt.errors import LayoutError, MissingChunk, MissingState
+from ckpt.errors import LayoutError, MalformedData, MissingChunk, MissingState
 from ckpt.format.manifest import DERIVED, ChunkEntry, IndexPart
-from ckpt.layout.box import Box, overlaps
+from ckpt.layout.box import Box, first_overlap, overlaps
 from ckpt.layout.spec import MASTER, PARAM, Shard, TensorSpec
 
 if TYPE_CHECKING:
@@ -150,6 +150,7 @@ def build_load_plan(
     Raises:
         LayoutError: a tensor has another global shape; all of them at once.
         MissingChunk: the index does not cover what it claims to hold.
+        MalformedData: chunks of one tensor overlap.
     """
     rebuilt = frozenset(derived)
     sources: dict[int, TensorSpec] = {}
@@ -176,7 +177,7 @@ def build_load_plan(
             shapes[f"{spec}: the checkpoint has shape {list(source.shape)}"] = None
         else:
             sources[t] = source
-            if source.dtype != spec.dtype and not (not spec.shape and _number(source) and _number(spec)):
+            if source.dtype != spec.dtype and not is_count(source, spec):
                 dtypes[f"{spec}: the checkpoint has {source.dtype} ({source.role})"] = None
     if shapes:
         raise LayoutError("checkpoint and engine have tensors of different shape", tuple(shapes))
@@ -207,8 +208,10 @@ def _siblings(source: TensorSpec) -> tuple[tuple[str, str], ...]:
     return (source.key,)
 
 
-def _number(spec: TensorSpec) -> bool:
-    return spec.dtype.startswith(("int", "uint", "float"))
+def is_count(source: TensorSpec, target: TensorSpec) -> bool:
+    """Is this one number that counts something (``step``), and so may change its dtype if that loses nothing?"""
+    names = all(spec.dtype.startswith(("int", "uint", "float")) for spec in (source, target))
+    return names and not target.shape and target.role not in (PARAM, MASTER)
 
 
 def _by_source(sources: dict[int, TensorSpec]) -> dict[TensorSpec, list[int]]:
@@ -255,6 +258,9 @@ def _cover(
     turn: int = 1,
 ) -> dict[int, int]:
     covered: dict[int, int] = {}
+    twice = first_overlap([entry.box for _, entry in entries if not entry.ranks])
+    if twice is not None:  # would count as covered what is not
+        raise MalformedData(f"{source}: the index lists overlapping chunks {twice[0]} and {twice[1]}")
     own = [entry.box for _, entry in entries]
     for e, b, common in overlaps(own, boxes):
         key, entry = entries[e]

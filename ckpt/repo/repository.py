@@ -96,7 +96,7 @@ class Repository:
             return
         try:
             version = msgspec.json.decode(data)["format"]
-        except (msgspec.DecodeError, KeyError, TypeError) as error:
+        except (msgspec.DecodeError, KeyError, TypeError, RecursionError) as error:
             raise MalformedData(f"{MARKER} in {self.store.url}: not a repository marker ({error!r})") from error
         if version != VERSION:
             raise UnsupportedVersion(f"{self.store.url} has format {version!r}, this release reads {VERSION}")

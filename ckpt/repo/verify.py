@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from ckpt.errors import CkptError, NoSuchCheckpoint, ObjectNotFound, StoreError
 from ckpt.format.digest import digest
-from ckpt.format.manifest import DERIVED, BlobEntry, ChunkEntry, IndexPart
+from ckpt.format.manifest import DERIVED, BlobEntry, ChunkEntry, IndexPart, PackRef
 from ckpt.format.pack import MAX_HEADER, parse_header
 from ckpt.layout.box import Box, first_overlap
 from ckpt.repo.repository import MARKER, Repository, commit_key
@@ -127,7 +127,7 @@ def _check_step(
     for part in index.parts:
         for pack in part.packs:
             if pack.key not in present:
-                present[pack.key] = _check_pack(repo, pack.key, pack.nbytes)
+                present[pack.key] = _check_pack(repo, pack)
         for what, entry in _entries(part, index.specs):
             key = part.packs[entry.pack].key
             problem = present[key]
@@ -149,8 +149,9 @@ def _entries(part: IndexPart, specs: tuple[TensorSpec, ...]) -> Iterable[tuple[s
             yield f"object {entry.name!r}", blob
 
 
-def _check_pack(repo: Repository, key: str, nbytes: int) -> str | None:
-    """Return what is wrong with a pack as a file: presence, size, and that it is a safetensors file."""
+def _check_pack(repo: Repository, pack: PackRef) -> str | None:
+    """Return what is wrong with a pack as a file: presence, size, and its header."""
+    key, nbytes = pack.key, pack.nbytes
     try:
         size = repo.store.size(key)
         if size is None:
@@ -158,7 +159,10 @@ def _check_pack(repo: Repository, key: str, nbytes: int) -> str | None:
         if size != nbytes:
             return f"pack {key} has {size} bytes, expected {nbytes}"
         length = int.from_bytes(repo.store.get(key, 0, 8), "little")
-        parse_header(repo.store.get(key, 0, 8 + min(length, MAX_HEADER)), size, f"pack {key}")
+        head = repo.store.get(key, 0, 8 + min(length, MAX_HEADER))
+        parse_header(head, size, f"pack {key}")
+        if pack.header and digest(head) != pack.header:
+            return f"header of pack {key}: expected {pack.header}, found {digest(head)}"
     except StoreError:
         raise
     except CkptError as error:

@@ -29,6 +29,7 @@ BEAT_SECONDS = 1.0
 NEIGHBOUR_SECONDS = 0.5
 """How often a waiting rank looks whether absent processes of its own host still exist."""
 _ABSENT = "did not arrive"
+_WITHDRAWN = b"0"
 
 
 class KeyValue(Protocol):
@@ -95,10 +96,7 @@ class Comm:
         pause = 0.0005
         while not self.kv.check([f"{key}/done"]):
             if time.monotonic() > deadline and self._withdraw(key):
-                missing = [r for r in range(self.world) if not self.kv.check([f"{key}/{r}"]) and r != self.rank]
-                raise RankFailure(
-                    f"enter {name}", dict.fromkeys(missing, f"did not call ckpt.{name} within {self.timeout:g} s")
-                )
+                raise RankFailure(f"enter {name}", self._not_here(key, name))
             time.sleep(pause)
             pause = min(pause * 1.5, 0.02)
         self.operation += 1
@@ -177,19 +175,16 @@ class Comm:
             return
         failed = [r for r in range(self.world) if self.kv.check([f"{key}/error/{r}"])]
         wires = {r: msgspec.json.decode(self.kv.get(f"{key}/error/{r}")) for r in failed}
-        if root:
-            raise (
-                (error or from_wire(wires[0]))
-                if isinstance(error, CkptError | None)
-                else RankFailure(name, {0: f"{wires[0]['type']}: {wires[0]['message']}"})
-            ) from error
+        if root and wires[0]["ours"]:
+            raise error or from_wire(wires[0])
         alike = len(failed) == self.world and len({w["type"] for w in wires.values()}) == 1
         if alike and isinstance(error, CkptError):
             raise error
         raise RankFailure(name, {r: f"{w['type']}: {w['message']}" for r, w in wires.items()}) from error
 
     def _report_failure(self, key: str, error: BaseException) -> None:
-        self._put(f"{key}/error/{self.rank}", msgspec.json.encode(to_wire(error)))
+        wire = {**to_wire(error), "ours": isinstance(error, CkptError)}
+        self._put(f"{key}/error/{self.rank}", msgspec.json.encode(wire))
         self.store.add(f"{key}/failed", 1)
 
     def _arrive(self, key: str) -> None:
@@ -269,8 +264,17 @@ class Comm:
         if kv.add(f"{key}/count", -1) == self.world - 1:
             kv.add(f"{key}/count", 1)
             return False
-        kv.delete_key(f"{key}/{self.rank}")
+        kv.set(f"{key}/{self.rank}", _WITHDRAWN)
         return True
+
+    def _not_here(self, key: str, name: str) -> dict[int, str]:
+        """Return the ranks that never came; if all did, those that had given up before this one."""
+        peers = [r for r in range(self.world) if r != self.rank]
+        absent = [r for r in peers if not self.store.check([f"{key}/{r}"])]
+        if absent:  # others that give up now wait for the same ranks: they are not what is missing
+            return dict.fromkeys(absent, f"did not call ckpt.{name} within {self.timeout:g} s")
+        gone = [r for r in peers if self.store.get(f"{key}/{r}") == _WITHDRAWN]
+        return dict.fromkeys(gone, f"called ckpt.{name} earlier and had given up waiting")
 
     def _forget_previous(self) -> None:
         """Delete this rank's keys of the operation before the last: everybody who is here has left it long ago."""

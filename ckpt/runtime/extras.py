@@ -79,9 +79,12 @@ def owned_items(items: list[Item], everyone: list[dict[str, str]], rank: int) ->
     ``everyone``: for each rank, object name -> identity. Equal objects are written once, in turn by their holders.
     """
     mine = []
-    for turn, item in enumerate(sorted(items, key=lambda one: one.name)):
-        ranks = tuple(r for r, names in enumerate(everyone) if names.get(f"{item.kind}:{item.name}") == item.identity)
-        if ranks[turn % len(ranks)] == rank:
+    # Turns count the objects of all ranks, not this one's: ranks may hold different ones and must agree on each owner.
+    turns = {key: turn for turn, key in enumerate(sorted({key for names in everyone for key in names}))}
+    for item in items:
+        key = f"{item.kind}:{item.name}"
+        ranks = tuple(r for r, names in enumerate(everyone) if names.get(key) == item.identity)
+        if ranks[turns[key] % len(ranks)] == rank:
             mine.append((item, ranks))
     return mine
 

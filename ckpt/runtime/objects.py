@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import json
 import math
+import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,10 @@ if TYPE_CHECKING:
 
 MAX_DEPTH = 100
 _NUMPY_KINDS = "biufcSU"
+_NUMPY_DTYPE = re.compile(rf"[<>|=][{_NUMPY_KINDS}]\d{{1,9}}")
+"""What ``dtype.str`` gives for these kinds; anything else that numpy would parse is refused."""
+MAX_DIGITS = 4000
+"""Decimal digits of an integer; Python refuses to parse 4300 and more."""
 
 
 def encode_object(tree: Any, name: str) -> tuple[bytes, list[torch.Tensor]]:
@@ -40,6 +45,8 @@ def _encode(value: Any, path: str, tensors: list[torch.Tensor], depth: int) -> A
     if depth > MAX_DEPTH:
         raise ConfigError(f"{path}: nested more than {MAX_DEPTH} deep (a tree that contains itself?)")
     kind = type(value)
+    if kind is int and value.bit_length() > MAX_DIGITS * 3.32:
+        raise ConfigError(f"{path}: an integer of {value.bit_length()} bits cannot be stored")
     if value is None or kind in (bool, int, str):
         return value
     if kind is float:
@@ -101,7 +108,7 @@ def decode_object(document: bytes, tensors: Sequence[torch.Tensor], where: str) 
     """
     try:
         return _decode(json.loads(document), tensors)
-    except (ValueError, KeyError, IndexError, TypeError, RecursionError) as error:
+    except (ValueError, KeyError, IndexError, TypeError, OverflowError, RuntimeError) as error:
         raise MalformedData(f"{where}: not an object document ({error!r})") from error
 
 
@@ -129,7 +136,7 @@ def _decode_tagged(tag: str, content: Any, tensors: Sequence[torch.Tensor]) -> A
         return tensors[content]
     if tag in ("$numpy", "$scalar"):
         dtype, shape, data = content
-        if np.dtype(dtype).kind not in _NUMPY_KINDS:
+        if type(dtype) is not str or not _NUMPY_DTYPE.fullmatch(dtype):
             raise ValueError(f"numpy dtype {dtype!r}")
         array = np.frombuffer(base64.b64decode(data, validate=True), np.dtype(dtype)).reshape(shape).copy()
         return array if tag == "$numpy" else array[()]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from ckpt.analysis.audit import Verdict, judge
 from ckpt.errors import MalformedData
-from ckpt.format.digest import SIZE, from_raw, raw_digest
+from ckpt.format.digest import SIZE, digest, from_raw, raw_digest
 from ckpt.format.manifest import DERIVED, ChunkEntry, PackRef
 from ckpt.format.pack import PackItem, plan_packs
 from ckpt.runtime.staging import cast_bytes, tensor_bytes
@@ -154,7 +154,7 @@ def write_outputs(
                 result.new_bytes += outputs[k].nbytes if outputs[k].state else 0
                 beat()
             out.finish()
-        result.packs.append(PackRef(key=key, nbytes=layout.nbytes))
+        result.packs.append(PackRef(key=key, nbytes=layout.nbytes, header=digest(layout.header)))
         result.file_bytes += layout.nbytes
     result.new_packs = len(result.packs)
     pack_number = {ref: i for i, ref in enumerate(result.packs)}

@@ -12,6 +12,7 @@ import torch
 
 from ckpt.errors import DigestMismatch, MissingChunk, ObjectNotFound, PlanError
 from ckpt.format.digest import digest
+from ckpt.plan.load_plan import is_count
 from ckpt.runtime.staging import as_tensor
 
 if TYPE_CHECKING:
@@ -101,7 +102,7 @@ def place_chunks(store: Store, reads: Sequence[ChunkRead], targets: Sequence[Pie
         for use in read.uses:
             target = targets[use.target]
             source = chunk[use.box.relative_to(read.entry.box)]
-            if not source.ndim and source.dtype != target.tensor.dtype:
+            if source.dtype != target.tensor.dtype and is_count(read.spec, target.spec):
                 source = _exact(source, target)
             with torch.no_grad():
                 target.tensor[use.box.relative_to(target.box)].copy_(source)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from math import prod
+
 import torch
 
-from ckpt.errors import UnsupportedLayout
+from ckpt.errors import MalformedData, UnsupportedLayout
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
@@ -30,10 +32,16 @@ def cast_bytes(tensor: torch.Tensor, dtype: torch.dtype) -> memoryview:
 
 
 def as_tensor(data: memoryview | bytearray, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
-    """Return a tensor over ``data`` (writable memory, not copied); ``dtype`` is this project's name of it."""
+    """Return a tensor over ``data`` (writable memory, not copied); ``dtype`` is this project's name of it.
+
+    Raises:
+        MalformedData: ``data`` is not as long as such a tensor.
+    """
     kind = getattr(torch, dtype, None)
     if not isinstance(kind, torch.dtype):
         raise UnsupportedLayout(f"this torch ({torch.__version__}) has no dtype {dtype!r}")
+    if len(data) != prod(shape) * kind.itemsize or min(shape, default=0) < 0:
+        raise MalformedData(f"{len(data)} bytes for a tensor {dtype}{list(shape)}")
     if not len(data):
         return torch.empty(shape, dtype=kind)
     # Bytes first: a chunk may start anywhere in a pack's span, and a copy also brings it to an aligned address.

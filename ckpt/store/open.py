@@ -30,6 +30,8 @@ def open_store(root: Root) -> Store:
         parts = urlsplit(text)
         if parts.netloc not in ("", "localhost"):
             raise ConfigError(f"root {text!r}: a file URL has three slashes (file:///path)")
+        if not parts.path or "?" in text or "#" in text:  # would silently be another directory
+            raise ConfigError(f"root {text!r}: expected file:///path, with '?' and '#' written as %3F and %23")
         return LocalStore(unquote(parts.path))
     raise ConfigError(f"root {text!r}: no store for {scheme!r} in this release, expected a path or file:// URL")
 

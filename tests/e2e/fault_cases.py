@@ -184,3 +184,49 @@ def slow_peer(rank: int, world: int, *, root: str) -> dict[str, Any]:
 
         local.os = Slow()  # type: ignore[attr-defined,assignment]
     return _attempt(lambda: ckpt.save(job, root, timeout=2))
+
+
+def save_two(rank: int, world: int, *, root: str) -> None:
+    """Save steps 1 and 2 and note what each holds."""
+    job = make_engine(**ENGINE)
+    for step in (1, 2):
+        train(job, 1, start=step)
+        ckpt.save(job, root, extra={"note": step})
+        Path(root, f"print{step}-{rank}").write_text(repr(sorted(fingerprint(job).items())))
+
+
+def load_damaged(rank: int, world: int, *, root: str) -> dict[str, Any]:
+    """Load a root whose newest step has a flipped bit, in all the ways that a user would."""
+    job = make_engine(**{**ENGINE, "seed": 5})
+    refused = _attempt(lambda: ckpt.load(job, root))
+    forward = _attempt(lambda: train(job, 1))
+    saved = _attempt(lambda: ckpt.save(job, Path(root, "other")))
+    report = ckpt.load(job, root, fallback=True)
+    same = Path(root, f"print1-{rank}").read_text() == repr(sorted(fingerprint(job).items()))
+    train(job, 1)
+    return {
+        "refused": refused,
+        "forward": forward,
+        "saved": saved,
+        "step": report.step,
+        "skipped": report.skipped,
+        "same": same,
+    }
+
+
+def load_refused(rank: int, world: int, *, root: str, how: str) -> dict[str, Any]:
+    """Be refused a load before anything is touched, and train on as if nothing had been asked."""
+    job = make_engine(**{**ENGINE, "seed": 5, **({"model": {"layers": 3}} if how == "another model" else {})})
+    if how != "fresh engine":
+        train(job, 1)
+    before = fingerprint(job)
+    calls: dict[str, Any] = {
+        "another model": lambda: ckpt.load(job, root),
+        "missing extra": lambda: ckpt.load(job, root, extra={"loader": job.lr_scheduler}),
+        "fresh engine": lambda: ckpt.load(job, root, extra={"nobody": 1}),
+        "no such step": lambda: ckpt.load(job, root, step=77),
+        "empty root": lambda: ckpt.load(job, f"{root}/nothing"),
+    }
+    result = _attempt(calls[how])
+    untouched = fingerprint(job) == before
+    return {**result, "untouched": untouched, "trains": len(train(job, 2)) == 2}

@@ -141,12 +141,15 @@ def save_indexed(rank: int, world: int, *, root: str, engine: dict[str, Any]) ->
     return {"written": report.bytes_written, "unique": report.bytes_unique, "by_rank": list(report.written_by_rank)}
 
 
-def load_all_indexed(rank: int, world: int, *, root: str, names: list[str], engine: dict[str, Any]) -> list[str]:
-    """Load checkpoint after checkpoint into one engine; return what is misplaced."""
+def load_all_indexed(rank: int, world: int, *, root: str, counts: dict[str, int], engine: dict[str, Any]) -> list[str]:
+    """Load checkpoint after checkpoint into one engine; return what is misplaced.
+
+    ``counts``: checkpoint -> optimizer steps that it holds.
+    """
     job = make_engine(**{**engine, "seed": 7})
     order: dict[str, int] = json.loads(Path(root, "order.json").read_text())
     wrong = []
-    for name in names:
+    for name in counts:
         report = ckpt.load(job, f"{root}/{name}", cast=True)
         wrong += [f"{name}: {n}" for n in (*report.missing, *report.unexpected)]
         for shard in DeepSpeedAdapter(job).describe().shards:
@@ -154,7 +157,7 @@ def load_all_indexed(rank: int, world: int, *, root: str, names: list[str], engi
                 expected = _index_values(shard.spec, shard.box, order).to(torch.float32).to(shard.tensor.dtype)
                 if not torch.equal(shard.tensor, expected):
                     wrong.append(f"{name}: {shard.spec} {shard.box}")
-            elif shard.spec.role == "step" and shard.tensor.item() != 1:
+            elif shard.spec.role == "step" and shard.tensor.item() != counts[name]:
                 wrong.append(f"{name}: {shard.spec} is {shard.tensor.item()}")
     return wrong
 

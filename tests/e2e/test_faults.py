@@ -119,3 +119,40 @@ def test_a_slow_rank_that_makes_progress_is_waited_for(tmp_path: Path) -> None:
     results = ranks(2, f"{CASES}:slow_peer", root=str(tmp_path)).values()
     assert [r["error"] for r in results] == [None, None]
     assert results[0]["seconds"] > 2  # longer than the timeout: otherwise this proves nothing
+
+
+def test_damage_is_refused_on_all_ranks_and_a_half_loaded_engine_does_not_train(tmp_path: Path) -> None:
+    root = str(tmp_path)
+    ranks(2, f"{CASES}:save_two", root=root).values()
+    pack = sorted((tmp_path / "steps" / "2").glob("*/packs/rank00001-*.safetensors"))[0]
+    data = bytearray(pack.read_bytes())
+    data[-len(data) // 2] ^= 4
+    pack.write_bytes(data)
+    for result in ranks(2, f"{CASES}:load_damaged", root=root).values():
+        assert result["refused"]["error"] in ("DigestMismatch", "RankFailure")
+        for text in ("DigestMismatch" if result["refused"]["error"] == "RankFailure" else "", "tensor '", pack.name):
+            assert text in result["refused"]["text"]
+        assert result["forward"]["error"] == result["saved"]["error"] == "ConfigError"
+        assert "mixture" in result["forward"]["text"]
+        assert result["step"] == 1
+        assert "step 2: " in result["skipped"][0]
+        assert result["same"]
+
+
+@pytest.mark.parametrize(
+    ("how", "kind", "text"),
+    [
+        ("another model", "MissingState", "missing: tensor 'blocks.2."),
+        ("missing extra", "MissingState", "missing: extra 'loader'"),
+        ("fresh engine", "MissingState", "missing: extra 'nobody'"),
+        ("no such step", "NoSuchCheckpoint", "no checkpoint of step 77"),
+        ("empty root", "NoSuchCheckpoint", "no checkpoint in"),
+    ],
+)
+def test_a_refused_load_leaves_the_engine_as_it_was(how: str, kind: str, text: str, tmp_path: Path) -> None:
+    ranks(2, f"{CASES}:save_two", root=str(tmp_path)).values()
+    for result in ranks(2, f"{CASES}:load_refused", root=str(tmp_path), how=how).values():
+        assert result["error"] == kind
+        assert text in result["text"]
+        assert result["untouched"]
+        assert result["trains"]

@@ -20,7 +20,7 @@ SPREAD = 64.0
 
 
 def measure(root: Path, stage: int, width: int) -> list[dict[str, float]]:
-    found = ranks(2, f"{CASES}:save_and_load", root=str(root), stage=stage, width=width).values()
+    found = ranks(2, f"{CASES}:save_and_load", timeout=120, root=str(root), stage=stage, width=width).values()
     for one in found:
         assert one["wrong"] == 0
         assert 99 <= one["block of 100 MiB"] <= 110  # else nothing below means anything

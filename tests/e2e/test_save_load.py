@@ -35,13 +35,17 @@ def test_a_killed_job_goes_on_bit_for_bit(stage: int, dtype: str, gas: int, tmp_
 LAYOUTS = [(stage, world) for stage in (0, 1, 2, 3) for world in (1, 2, 3, 4)]
 
 
+def saved_dtype(stage: int, world: int) -> str:
+    return ("fp32", "bf16")[(stage + world) % 2]
+
+
 @pytest.fixture(scope="module")
 def indexed(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A folder with one checkpoint per (stage, world), every element holding its own global index."""
     root = str(tmp_path_factory.mktemp("indexed"))
     ranks(1, f"{CASES}:names_in_order", root=root).values()
     for stage, world in LAYOUTS:
-        engine = {"stage": stage, "dtype": ("fp32", "bf16")[(stage + world) % 2]}
+        engine = {"stage": stage, "dtype": saved_dtype(stage, world)}
         for saved in ranks(world, f"{CASES}:save_indexed", root=root, engine=engine).values():
             # `running` is a statistic of each rank's own batches: every copy of a buffer that differs is kept.
             assert saved["written"] <= saved["unique"] + (world - 1) * 3 * 24 * 4
@@ -51,6 +55,7 @@ def indexed(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.mark.parametrize(("stage", "world"), LAYOUTS)
 def test_no_element_is_misplaced_by_any_layout_to_any_layout(stage: int, world: int, indexed: str) -> None:
     engine = {"stage": stage, "dtype": ("bf16", "fp32")[(stage + world) % 2]}
-    names = [f"stage{s}-{w}" for s, w in LAYOUTS]
-    loaded = ranks(world, f"{CASES}:load_all_indexed", timeout=120, root=indexed, names=names, engine=engine)
+    # A half-precision ZeRO-0 engine of DeepSpeed takes a step with zero gradients when it is made.
+    counts = {f"stage{s}-{w}": 2 if s == 0 and saved_dtype(s, w) == "bf16" else 1 for s, w in LAYOUTS}
+    loaded = ranks(world, f"{CASES}:load_all_indexed", timeout=120, root=indexed, counts=counts, engine=engine)
     assert loaded.values() == [[]] * world
