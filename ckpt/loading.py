@@ -7,8 +7,6 @@ parameters → scheduler, counters, extras, RNG. Nothing of the engine is touche
 from __future__ import annotations
 
 import logging
-import time
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -18,7 +16,7 @@ from ckpt.errors import CkptError, FormatError, IntegrityError, NoSuchCheckpoint
 from ckpt.layout.spec import Shard
 from ckpt.plan.load_plan import Catalog, Difference, LoadPlan, build_load_plan, check_difference
 from ckpt.repo.repository import Index, Repository, checked_step
-from ckpt.report import LoadReport
+from ckpt.report import LoadReport, Stopwatch
 from ckpt.runtime.agree import Hello, exchange_hellos
 from ckpt.runtime.comm import Comm, communicator
 from ckpt.runtime.guard import mark_half_loaded, mark_whole
@@ -28,7 +26,7 @@ from ckpt.runtime.revive import Saved, choose_objects, give_back, restore_genera
 from ckpt.store.open import Root, default_root, open_store
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
 
     from ckpt.engine.base import EngineAdapter, EngineState
     from ckpt.store.base import Store
@@ -68,15 +66,15 @@ def load(
     An error before the first byte is placed leaves the engine as it was. After one that comes later the engine refuses
     to run forward and to be saved, until a load succeeds.
     """
-    started = time.perf_counter()
+    watch = Stopwatch()
     comm = communicator()
     comm.enter("load", timeout)
-    one = _Load(comm, engine, default_root(root), step, extra, strict, cast)
+    one = _Load(comm, watch, engine, default_root(root), step, extra, strict, cast)
     one.agree(fallback)
     skipped: list[str] = []
     for candidate in one.candidates(fallback):
         try:
-            return one.run(candidate, tuple(skipped), started)
+            return one.run(candidate, tuple(skipped))
         except CkptError as error:
             if not fallback or not _is_damage(error):
                 raise
@@ -96,6 +94,7 @@ class _Load:
     def __init__(
         self,
         comm: Comm,
+        watch: Stopwatch,
         engine: object,
         root: Root,
         step: int | None,
@@ -103,9 +102,8 @@ class _Load:
         strict: bool,
         cast: bool,
     ) -> None:
-        self.comm, self.engine, self.root, self.step_asked = comm, engine, root, step
+        self.comm, self.watch, self.engine, self.root, self.step_asked = comm, watch, engine, root, step
         self.extra, self.strict, self.cast = extra or {}, strict, cast
-        self.phases: dict[str, float] = {}
 
     store: Store
     adapter: EngineAdapter
@@ -133,22 +131,23 @@ class _Load:
 
         return msgspec.msgpack.decode(self.comm.on_root("pick", work), type=list[int])
 
-    def run(self, step: int, skipped: tuple[str, ...], started: float) -> LoadReport:
+    def run(self, step: int, skipped: tuple[str, ...]) -> LoadReport:
         comm = self.comm
-        with self._phase("index"):
+        with self.watch.phase("index"):
             index = comm.run("index", lambda: Repository(self.store).read_index(step))
-        with self._phase("plan"):
+        with self.watch.phase("plan"):
             catalog = Catalog(index.specs, index.parts, index.root.derived, index.root.aliases)
             state, plan, saved = comm.run("plan", lambda: self._plan(index, catalog))
             encoded = comm.gather("compare", lambda: msgspec.msgpack.encode(plan.difference))
             ranks = [msgspec.msgpack.decode(data, type=Difference) for data in encoded]
             missing, unexpected, casts = check_difference(catalog, ranks, strict=self.strict, cast=self.cast)
-            comm.run("check packs", lambda: check_packs(self.store, _sizes(index, plan)))
+            sizes = {pack.key: pack.nbytes for part in index.parts for pack in part.packs}
+            comm.run("check packs", lambda: check_packs(self.store, (*plan.first, *plan.after), sizes))
         module = self.adapter.module()
         mark_half_loaded(module)
-        with self._phase("read"):
+        with self.watch.phase("read"):
             nbytes = comm.run("read", lambda: place_chunks(self.store, plan.first, state.shards, comm.beat))
-        with self._phase("finish"):
+        with self.watch.phase("finish"):
             comm.run("refresh", self.adapter.refresh)
             nbytes += comm.run("read rest", lambda: place_chunks(self.store, plan.after, state.shards, comm.beat))
             common = comm.run("finish", lambda: self.adapter.finish(saved.engine))
@@ -162,21 +161,15 @@ class _Load:
             root=self.store.url,
             saved_world=index.root.world,
             bytes_read=nbytes,
-            seconds=time.perf_counter() - started,
+            seconds=self.watch.seconds,
             missing=missing + saved.missing,
             unexpected=unexpected + saved.unexpected,
             casts=casts,
             notes=tuple(common + own),
             skipped=skipped,
             extra=returned,
-            phases=self.phases,
+            phases=self.watch.phases,
         )
-
-    @contextmanager
-    def _phase(self, name: str) -> Iterator[None]:
-        start = time.perf_counter()
-        yield
-        self.phases[name] = time.perf_counter() - start
 
     def _plan(self, index: Index, catalog: Catalog) -> tuple[EngineState, LoadPlan, Saved]:
         """Decide everything, and touch nothing of the engine that cannot be left as it is."""
@@ -193,11 +186,6 @@ class _Load:
             self.store, index.parts, index.root.world, self.comm.rank, self.comm.world, self.extra, self.strict
         )
         return state, plan, saved
-
-
-def _sizes(index: Index, plan: LoadPlan) -> dict[str, int]:
-    recorded = {pack.key: pack.nbytes for part in index.parts for pack in part.packs}
-    return {key: recorded[key] for key in plan.packs()}
 
 
 def steps(root: Root | None = None) -> list[int]:

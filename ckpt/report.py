@@ -2,8 +2,33 @@
 
 from __future__ import annotations
 
+import time
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+class Stopwatch:
+    """Seconds since it was made, and of named phases."""
+
+    def __init__(self) -> None:
+        self._started = time.perf_counter()
+        self.phases: dict[str, float] = {}
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since the watch was made."""
+        return time.perf_counter() - self._started
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Time a block that ends without an error."""
+        start = time.perf_counter()
+        yield
+        self.phases[name] = time.perf_counter() - start
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,7 @@ from ckpt.format.digest import from_raw
 from ckpt.format.manifest import VERSION, CommitBody, Divergence, IndexRoot
 from ckpt.layout.spec import BUFFER, RankLayout, Shard
 from ckpt.repo.repository import Repository, attempt_prefix, checked_step
-from ckpt.report import SaveReport
+from ckpt.report import SaveReport, Stopwatch
 from ckpt.runtime.agree import Hello, JobPlan, cached_layout, exchange_hellos, job_plan, layout_digest
 from ckpt.runtime.comm import Comm, communicator
 from ckpt.runtime.extras import Item, collect, owned_items
@@ -33,7 +33,7 @@ from ckpt.runtime.writing import Attempt, Content, Done, divergences_of, write_o
 from ckpt.store.open import Root, default_root, open_store
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
 
     from ckpt.store.base import Store
 
@@ -76,10 +76,10 @@ def save(
 
     After an error nothing is committed, the previous steps are untouched, and training can go on.
     """
-    started = time.perf_counter()
+    watch = Stopwatch()
     comm = communicator()
     comm.enter("save", timeout)
-    return _Save(comm, engine, default_root(root), step, extra, overwrite, on_divergence).run(started)
+    return _Save(comm, watch, engine, default_root(root), step, extra, overwrite, on_divergence).run()
 
 
 class _Save:
@@ -88,6 +88,7 @@ class _Save:
     def __init__(
         self,
         comm: Comm,
+        watch: Stopwatch,
         engine: object,
         root: Root,
         step: int | None,
@@ -95,9 +96,8 @@ class _Save:
         overwrite: bool,
         on_divergence: str,
     ) -> None:
-        self.comm, self.engine, self.root, self.step_asked = comm, engine, root, step
+        self.comm, self.watch, self.engine, self.root, self.step_asked = comm, watch, engine, root, step
         self.extra, self.overwrite, self.policy = extra, overwrite, on_divergence
-        self.phases: dict[str, float] = {}
 
     store: Store
     layout: RankLayout
@@ -105,27 +105,27 @@ class _Save:
     items: list[Item]
     step: int
 
-    def run(self, started: float) -> SaveReport:
+    def run(self) -> SaveReport:
         comm = self.comm
-        with self._phase("describe"):
+        with self.watch.phase("describe"):
             hellos = exchange_hellos(comm, self._describe)
-        with self._phase("plan"):
+        with self.watch.phase("plan"):
             job = job_plan(comm, self.layout, hellos)
         attempt = self._begin()
         try:
             comm.run("see root", lambda: self._see(attempt))
-            with self._phase("digest"):
+            with self.watch.phase("digest"):
                 mine, payloads = self._digest(job)
             settled = settle(job.plan, comm.rank, mine, payloads)
             divergences = divergences_of(job.plan, settled)
             self._judge(divergences)
-            with self._phase("write"):
+            with self.watch.phase("write"):
                 own = comm.run("write", lambda: self._write(attempt, job, mine, settled, hellos))
         except BaseException:
             _remove(attempt)
             raise
         # From here on a rank cannot know whether the others will commit, so nothing is removed any more.
-        with self._phase("commit"):
+        with self.watch.phase("commit"):
             encoded = comm.gather("written", lambda: msgspec.msgpack.encode(own))
             done = [msgspec.msgpack.decode(data, type=Done) for data in encoded]
             totals = _totals(job, done, divergences)
@@ -143,15 +143,9 @@ class _Save:
             bytes_stored=sum(d.stored for d in done) + msgspec.msgpack.decode(size, type=int),
             written_by_rank=tuple(d.written for d in done),
             divergences=tuple(map(str, divergences)),
-            seconds=time.perf_counter() - started,
-            phases=self.phases,
+            seconds=self.watch.seconds,
+            phases=self.watch.phases,
         )
-
-    @contextmanager
-    def _phase(self, name: str) -> Iterator[None]:
-        start = time.perf_counter()
-        yield
-        self.phases[name] = time.perf_counter() - start
 
     def _describe(self) -> Hello:
         if self.policy not in POLICIES:

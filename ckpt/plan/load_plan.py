@@ -86,10 +86,6 @@ class LoadPlan:
     sources: dict[int, TensorSpec]
     difference: Difference
 
-    def packs(self) -> set[str]:
-        """Return the keys of all packs that are read."""
-        return {read.key for read in (*self.first, *self.after)}
-
 
 class Catalog:
     """What a checkpoint holds, by name: the index turned inside out."""

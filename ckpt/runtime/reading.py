@@ -42,7 +42,7 @@ def read_chunks(store: Store, reads: Sequence[ChunkRead]) -> Iterator[tuple[Chun
         if len(buffer) < nbytes:
             buffer = bytearray(nbytes)
         view = memoryview(buffer)[:nbytes]
-        got = _read_into(store, span[0].key, first, view)
+        got = _read_into(store, span[0].key, first, view, f"{span[0].spec} chunk {span[0].entry.box}")
         for read in span:
             at = read.entry.start - first
             what = f"{read.spec} chunk {read.entry.box}"
@@ -66,11 +66,11 @@ def _spans(reads: Iterable[ChunkRead]) -> Iterator[list[ChunkRead]]:
         yield span
 
 
-def _read_into(store: Store, key: str, start: int, view: memoryview) -> int:
+def _read_into(store: Store, key: str, start: int, view: memoryview, what: str) -> int:
     try:
         return store.read_into(key, start, view)
     except ObjectNotFound as error:
-        raise MissingChunk(f"pack {key} is not in {store.url}") from error
+        raise MissingChunk(f"{what}: pack {key} is not in {store.url}") from error
 
 
 def _verified(data: memoryview, entry: ChunkEntry | BlobEntry, got: int, what: str, key: str) -> memoryview:
@@ -85,7 +85,7 @@ def _verified(data: memoryview, entry: ChunkEntry | BlobEntry, got: int, what: s
 def read_blob(store: Store, key: str, blob: BlobEntry, what: str) -> bytearray:
     """Return the verified bytes of a blob (a piece of an object)."""
     data = bytearray(blob.nbytes)
-    got = _read_into(store, key, blob.start, memoryview(data))
+    got = _read_into(store, key, blob.start, memoryview(data), what)
     _verified(memoryview(data), blob, got, what, key)
     return data
 
@@ -118,10 +118,15 @@ def _exact(number: torch.Tensor, target: Piece) -> torch.Tensor:
     return converted
 
 
-def check_packs(store: Store, sizes: dict[str, int]) -> None:
-    """Raise before any tensor is touched if a pack is absent or has another size than recorded."""
-    for key, expected in sorted(sizes.items()):
-        found = store.size(key)
+def check_packs(store: Store, reads: Iterable[ChunkRead], sizes: dict[str, int]) -> None:
+    """Raise before any tensor is touched if a pack is absent or has another size than recorded in ``sizes``."""
+    wanted: dict[str, list[ChunkRead]] = {}
+    for read in reads:
+        wanted.setdefault(read.key, []).append(read)
+    for key, of_pack in sorted(wanted.items()):
+        found, expected = store.size(key), sizes[key]
         if found != expected:
             state = "is not there" if found is None else f"has {found} bytes"
-            raise MissingChunk(f"pack {key} {state}, expected {expected} bytes in {store.url}")
+            what = f"{of_pack[0].spec} chunk {of_pack[0].entry.box}"
+            more = f" and {len(of_pack) - 1} more" if len(of_pack) > 1 else ""
+            raise MissingChunk(f"{what}{more}: pack {key} {state}, expected {expected} bytes in {store.url}")

@@ -66,7 +66,10 @@ class LocalStore:
         self.url = self.root
 
     def _path(self, key: str) -> str:
-        return os.path.join(self.root, *check_key(key).split("/")) if key else self.root
+        return os.path.join(self.root, *check_key(key).split("/"))
+
+    def _folder(self, prefix: str) -> str:
+        return self._path(prefix) if prefix else self.root
 
     def _make_parent(self, path: str) -> str:
         """Make the directory of ``path`` and sync every directory entry that this adds."""
@@ -155,7 +158,7 @@ class LocalStore:
     def walk(self, prefix: str) -> Iterator[ObjectInfo]:
         """See :class:`~ckpt.store.base.Store`."""
         with _mapped(prefix, self.url, "list"):
-            for folder, _, names in os.walk(self._path(prefix), onerror=_raise_unless_gone):
+            for folder, _, names in os.walk(self._folder(prefix), onerror=_raise_unless_gone):
                 for name in names:
                     path = os.path.join(folder, name)
                     with suppress(FileNotFoundError):  # removed between listing and stat
@@ -166,7 +169,7 @@ class LocalStore:
         """See :class:`~ckpt.store.base.Store`."""
         with _mapped(prefix, self.url, "list"):
             try:
-                return os.listdir(self._path(prefix))
+                return os.listdir(self._folder(prefix))
             except FileNotFoundError:
                 return []
 

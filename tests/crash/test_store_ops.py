@@ -59,11 +59,11 @@ def crashed_save(root: Path, world: int, machine: Machine) -> list[object]:
     def work(rank: int) -> object:
         if rank == victim:
             machine.only = threading.current_thread()
-        return ckpt.save(made[rank], root, timeout=0.4)
+        return ckpt.save(made[rank], root, timeout=100)
 
     machine.only = threading.Thread()  # nobody yet
     with machine.on():
-        return run_ranks(jobs, work)
+        return run_ranks(jobs, work, clock=machine.clock)
 
 
 def check_aftermath(root: Path, world: int) -> None:
@@ -153,9 +153,7 @@ def found_and_refused(root: Path, key: str, *, tensor: bool) -> None:
     made = job(2, 2, filled=False)
     with pytest.raises(ckpt.CkptError, match=key) as caught:
         load_all(made, root)
-    assert not tensor or "tensor '" in str(caught.value) or "object '" in str(caught.value) or "is not there" in str(
-        caught.value
-    ) or "expected" in str(caught.value)
+    assert not tensor or "tensor '" in str(caught.value) or "object '" in str(caught.value)
     made = job(1, 2, filled=False)
     reports = load_all(made, root, fallback=True)
     assert [line for one in made for line in one.differences()] == []

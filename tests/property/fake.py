@@ -240,13 +240,13 @@ def _current() -> Comm:
 
 
 @contextmanager
-def thread_communicators() -> Iterator[None]:
+def thread_communicators(clock: Callable[[], float] = time.monotonic) -> Iterator[None]:
     """Let ``ckpt.save`` and ``ckpt.load`` find the communicator of the thread that calls them."""
     with ExitStack() as stack:
         stack.enter_context(mock.patch("ckpt.saving.communicator", _current))
         stack.enter_context(mock.patch("ckpt.loading.communicator", _current))
         # Waiting ranks look more often than in a real job: hundreds of jobs run in a second here.
-        quick = SimpleNamespace(monotonic=time.monotonic, sleep=lambda seconds: time.sleep(min(seconds, 0.001)))
+        quick = SimpleNamespace(monotonic=clock, sleep=lambda seconds: time.sleep(min(seconds, 0.001)))
         stack.enter_context(mock.patch("ckpt.runtime.comm.time", quick))
         yield
 
@@ -261,7 +261,9 @@ def comms(world: int, kv: Any = None) -> list[Comm]:
     return [Comm(kv, rank, world) for rank in range(world)]
 
 
-def run_ranks(jobs: Sequence[Comm], work: Callable[[int], Any]) -> list[Any]:
+def run_ranks(
+    jobs: Sequence[Comm], work: Callable[[int], Any], clock: Callable[[], float] = time.monotonic
+) -> list[Any]:
     """Run ``work(rank)`` on every rank at once; return each rank's result or the exception that it ended with."""
     results: list[Any] = [None] * len(jobs)
 
@@ -272,7 +274,7 @@ def run_ranks(jobs: Sequence[Comm], work: Callable[[int], Any]) -> list[Any]:
         except BaseException as error:  # the test decides what it means
             results[rank] = error
 
-    with thread_communicators():
+    with thread_communicators(clock):
         if len(jobs) == 1:
             one(0)
         else:
