@@ -116,7 +116,7 @@ class _Save:
             comm.run("see root", lambda: self._see(attempt))
             with self.watch.phase("digest"):
                 mine, payloads = self._digest(job)
-            settled = settle(job.plan, comm.rank, mine, payloads)
+            settled = settle(job.plan, mine, payloads)
             divergences = divergences_of(job.plan, settled)
             self._judge(divergences)
             with self.watch.phase("write"):
@@ -205,7 +205,7 @@ class _Save:
 
     def _digest(self, job: JobPlan) -> tuple[Digests, list[bytes]]:
         mine = self.comm.run("digest", lambda: digest_chunks(job.plan, self.comm.rank, self.pieces, self.comm.beat))
-        return mine, self.comm.gather("exchange digests", lambda: mine.shared(job.plan))
+        return mine, self.comm.gather("exchange digests", lambda: mine.shared(job.plan, self.comm.rank))
 
     def _write(self, attempt: Attempt, job: JobPlan, mine: Digests, settled: Settled, hellos: list[Hello]) -> Done:
         def keep_all(i: int) -> bool:

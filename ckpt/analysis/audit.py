@@ -9,8 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
+
+    import numpy.typing as npt
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,3 +43,30 @@ def judge(digests: Mapping[int, bytes], planned_owner: int) -> Verdict:
     kept = next((d for d, ranks in copies.items() if 2 * len(ranks) > len(digests)), digests[min(digests)])
     owner = planned_owner if planned_owner in copies[kept] else copies[kept][0]
     return Verdict(kept, owner, {d: tuple(ranks) for d, ranks in copies.items()})
+
+
+def find_diverging(
+    count: int, shared: Sequence[npt.NDArray[np.int64]], digests: Sequence[bytes]
+) -> dict[int, dict[int, bytes]]:
+    """Return, for every chunk whose holders do not all agree, rank -> raw digest of all its holders.
+
+    Args:
+        count: number of chunks.
+        shared: for each rank the numbers of the chunks that it has sent digests of.
+        digests: for each rank those digests, 16 bytes each. That all agree is the common case, so it is the one that
+            costs no Python per chunk.
+    """
+    first = np.zeros((count, 2), np.uint64)
+    seen = np.zeros(count, bool)
+    diverging: set[int] = set()
+    values = [np.frombuffer(d, np.uint64).reshape(-1, 2) for d in digests]
+    for numbers, mine in zip(shared, values, strict=True):
+        new = ~seen[numbers]
+        first[numbers[new]] = mine[new]
+        seen[numbers] = True
+        diverging.update(numbers[(first[numbers] != mine).any(axis=1)].tolist())
+    found: dict[int, dict[int, bytes]] = {i: {} for i in sorted(diverging)}
+    for rank, (numbers, mine) in enumerate(zip(shared, values, strict=True) if found else ()):
+        for k in np.flatnonzero(np.isin(numbers, list(found))):
+            found[int(numbers[k])][rank] = mine[k].tobytes()
+    return found

@@ -80,6 +80,7 @@ class ShardGraph:
             for role in (PARAM, MASTER)
             if (fqn, role) not in held
         ]
+        problems += _derived_shapes(derived, cells)
         return cls(
             len(layouts),
             tuple(sorted(cells)),
@@ -101,6 +102,16 @@ class ShardGraph:
     def bytes_unique(self) -> int:
         """Bytes of one copy of everything, derivable parameters not counted."""
         return sum(s.nbytes for s in self.specs if not (s.role == PARAM and s.fqn in self.derived))
+
+
+def _derived_shapes(derived: set[str], cells: Iterable[TensorSpec]) -> list[str]:
+    shapes = {spec.key: list(spec.shape) for spec in cells}
+    return [
+        f"tensor {fqn!r} is declared as derived but its param has shape {shapes[fqn, PARAM]} and its master "
+        f"{shapes[fqn, MASTER]}"
+        for fqn in sorted(derived)
+        if (fqn, PARAM) in shapes and (fqn, MASTER) in shapes and shapes[fqn, PARAM] != shapes[fqn, MASTER]
+    ]
 
 
 def _disagreement(variants: dict[TensorSpec, dict[Box, list[int]]]) -> str:

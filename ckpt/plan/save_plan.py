@@ -8,14 +8,19 @@ embedding does not make one rank write most of the model.
 from __future__ import annotations
 
 import heapq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
 
 from ckpt.layout.box import Box, overlaps
 from ckpt.layout.spec import MASTER, PARAM, TensorSpec
 
 if TYPE_CHECKING:
     from ckpt.layout.graph import Cell, ShardGraph
+
+Numbers = npt.NDArray[np.int64]
 
 CHUNK_BYTES = 4 << 20
 """Largest chunk. docs/adr/0003-chunk-size.md has the measurement."""
@@ -57,6 +62,10 @@ class SavePlan:
     proofs: dict[int, int]
     held: tuple[tuple[int, ...], ...]
     """for each rank the numbers of the chunks that it holds, ascending"""
+    shared: tuple[Numbers, ...] = field(compare=False)  # follows from the chunks, and arrays have no single truth
+    """for each rank those of them that other ranks hold too: their digests are exchanged, in this order"""
+    proving: tuple[tuple[int, ...], ...] = field(compare=False)
+    """for each rank the shared params whose cast it digests as well"""
 
     def loads(self) -> list[int]:
         """Return the bytes that each rank writes if every proof succeeds and nothing is unchanged."""
@@ -98,7 +107,14 @@ def build_save_plan(graph: ShardGraph, chunk_bytes: int = CHUNK_BYTES) -> SavePl
     for i, chunk in enumerate(chunks):
         for rank in chunk.ranks:
             held[rank].append(i)
-    return SavePlan(graph.world, tuple(chunks), tuple(owners), proofs, tuple(map(tuple, held)))
+    shared = tuple(np.array([i for i in mine if len(chunks[i].ranks) > 1], np.int64) for mine in held)
+    proving: list[list[int]] = [[] for _ in range(graph.world)]
+    for i in sorted(proofs):
+        if len(chunks[i].ranks) > 1:
+            proving[owners[i]].append(i)
+    return SavePlan(
+        graph.world, tuple(chunks), tuple(owners), proofs, tuple(map(tuple, held)), shared, tuple(map(tuple, proving))
+    )
 
 
 def _cut_limits(graph: ShardGraph, chunk_bytes: int) -> dict[tuple[int, ...], int]:

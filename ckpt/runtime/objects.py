@@ -138,12 +138,18 @@ def _decode_tagged(tag: str, content: Any, tensors: Sequence[torch.Tensor]) -> A
         dtype, shape, data = content
         if type(dtype) is not str or not _NUMPY_DTYPE.fullmatch(dtype):
             raise ValueError(f"numpy dtype {dtype!r}")
-        array = np.frombuffer(base64.b64decode(data, validate=True), np.dtype(dtype)).reshape(shape).copy()
+        array = np.frombuffer(base64.b64decode(data, validate=True), np.dtype(dtype)).reshape(_sizes(shape)).copy()
         return array if tag == "$numpy" else array[()]
     if tag in ("$bytes", "$bytearray"):
         data = base64.b64decode(content, validate=True)
         return data if tag == "$bytes" else bytearray(data)
     return _decode_small(tag, content)
+
+
+def _sizes(content: Any) -> list[int]:
+    if type(content) is not list or not all(type(n) is int and 0 <= n < 2**63 for n in content):
+        raise ValueError(f"shape {str(content)[:80]}")
+    return content
 
 
 def _decode_small(tag: str, content: Any) -> Any:
@@ -152,7 +158,7 @@ def _decode_small(tag: str, content: Any) -> Any:
     if tag == "$complex":
         return complex(float(content[0]), float(content[1]))
     if tag == "$size":
-        return torch.Size([int(n) for n in content])
+        return torch.Size(_sizes(content))
     if tag == "$device":
         return torch.device(content)
     if tag == "$dtype":

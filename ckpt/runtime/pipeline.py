@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ckpt.analysis.audit import Verdict, judge
+from ckpt.analysis.audit import Verdict, find_diverging, judge
 from ckpt.errors import MalformedData
 from ckpt.format.digest import SIZE, digest, from_raw, raw_digest
 from ckpt.format.manifest import DERIVED, ChunkEntry, PackRef
@@ -34,11 +34,10 @@ class Digests:
     held: dict[int, bytes] = field(default_factory=dict)
     casts: dict[int, bytes] = field(default_factory=dict)
 
-    def shared(self, plan: SavePlan) -> bytes:
+    def shared(self, plan: SavePlan, rank: int) -> bytes:
         """Return what the other ranks need to know: 16 bytes for each digest of a chunk with several holders."""
-        held = (d for i, d in self.held.items() if len(plan.chunks[i].ranks) > 1)
-        casts = (d for i, d in self.casts.items() if len(plan.chunks[i].ranks) > 1)
-        return b"".join((*held, *casts))
+        held = (self.held[int(i)] for i in plan.shared[rank])
+        return b"".join((*held, *(self.casts[i] for i in plan.proving[rank])))
 
 
 def digest_chunks(plan: SavePlan, rank: int, pieces: PieceTable, beat: Callable[[], None]) -> Digests:
@@ -57,32 +56,34 @@ def digest_chunks(plan: SavePlan, rank: int, pieces: PieceTable, beat: Callable[
 
 @dataclass(slots=True)
 class Settled:
-    """What all ranks agree on: the verdict on each chunk with several holders, and the params proved derivable."""
+    """What all ranks agree on. ``verdicts``: of the chunks whose holders do *not* agree. ``proved``: params that this
+    rank has to do with and that were proved derivable.
+    """
 
     verdicts: dict[int, Verdict]
     proved: set[int]
 
 
-def settle(plan: SavePlan, rank: int, mine: Digests, payloads: list[bytes]) -> Settled:
-    """Combine the exchanged digests. Every rank comes to the same verdicts on shared chunks; the rest is its own."""
-    by_chunk: dict[int, dict[int, bytes]] = {}
+def settle(plan: SavePlan, mine: Digests, payloads: list[bytes]) -> Settled:
+    """Combine the exchanged digests. Every rank comes to the same verdicts."""
+    cuts = [SIZE * len(numbers) for numbers in plan.shared]
+    for peer, (payload, cut) in enumerate(zip(payloads, cuts, strict=True)):
+        if len(payload) != cut + SIZE * len(plan.proving[peer]):
+            raise MalformedData(f"digests of rank {peer}: {len(payload)} bytes, expected {cut} and the casts")
+    held = [payload[:cut] for payload, cut in zip(payloads, cuts, strict=True)]
+    diverging = find_diverging(len(plan.chunks), plan.shared, held)
+    verdicts = {i: judge(digests, plan.owners[i]) for i, digests in diverging.items()}
     casts = dict(mine.casts)
-    for peer, payload in enumerate(payloads):
-        shared = [i for i in plan.held[peer] if len(plan.chunks[i].ranks) > 1]
-        proving = [i for i in shared if i in plan.proofs and plan.owners[i] == peer]
-        if len(payload) != SIZE * (len(shared) + len(proving)):
-            raise MalformedData(f"digests of rank {peer}: {len(payload)} bytes for {len(shared)}+{len(proving)} chunks")
-        values = [payload[k : k + SIZE] for k in range(0, len(payload), SIZE)]
-        for i, value in zip(shared, values[: len(shared)], strict=True):
-            by_chunk.setdefault(i, {})[peer] = value
-        casts.update(zip(proving, values[len(shared) :], strict=True))
-    verdicts = {i: judge(digests, plan.owners[i]) for i, digests in by_chunk.items()}
+    for i in verdicts.keys() & plan.proofs.keys():  # may now be written by another rank than the one that proves it
+        peer = plan.owners[i]
+        at = cuts[peer] + SIZE * plan.proving[peer].index(i)
+        casts[i] = payloads[peer][at : at + SIZE]
     proved = set()
     for i, value in casts.items():
-        kept = verdicts[i].kept if i in verdicts else mine.held.get(i)
+        kept = verdicts[i].kept if i in verdicts else mine.held[i]
         master = verdicts.get(plan.proofs[i])
-        # The proof was made with the owner's own master; it says nothing about a master that outvoted it.
-        if value == kept and (master is None or plan.owners[i] in master.copies[master.kept]):
+        # The proof was made with the planned owner's master; it says nothing about a master that outvoted it.
+        if value == kept and (master is None or master.owner == plan.owners[plan.proofs[i]]):
             proved.add(i)
     return Settled(verdicts, proved)
 
@@ -188,7 +189,7 @@ def outputs_of(
         value = mine.held[i]
         ranks: tuple[int, ...] = ()
         if verdict is None:
-            writes = True
+            writes = plan.owners[i] == rank
         elif value == verdict.kept:
             writes = verdict.owner == rank
         else:

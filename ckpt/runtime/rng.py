@@ -42,7 +42,7 @@ def restore_rng(state: dict[str, Any]) -> list[str]:
                 notes.append("the checkpoint has no CUDA generator state: the device's generator was left as it is")
         elif "cuda" in state:
             notes.append("the checkpoint has a CUDA generator state and this process has no CUDA device")
-    except (KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:
+    except (LookupError, TypeError, ValueError, OverflowError, RuntimeError) as error:
         raise ConfigError(f"random generator state cannot be restored: {error!r}") from error
     return notes
 

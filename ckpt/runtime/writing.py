@@ -137,16 +137,15 @@ def divergences_of(plan: SavePlan, settled: Settled) -> list[Divergence]:
     """Return the findings of this save: declared replicas whose digests differ."""
     found = []
     for i, verdict in sorted(settled.verdicts.items()):
-        if not verdict.agrees:
-            chunk = plan.chunks[i]
-            found.append(
-                Divergence(
-                    fqn=chunk.spec.fqn,
-                    role=chunk.spec.role,
-                    offsets=chunk.box.offsets,
-                    sizes=chunk.box.sizes,
-                    copies={from_raw(d): ranks for d, ranks in verdict.copies.items()},
-                    kept=from_raw(verdict.kept),
-                )
+        chunk = plan.chunks[i]
+        found.append(
+            Divergence(
+                fqn=chunk.spec.fqn,
+                role=chunk.spec.role,
+                offsets=chunk.box.offsets,
+                sizes=chunk.box.sizes,
+                copies={from_raw(d): ranks for d, ranks in verdict.copies.items()},
+                kept=from_raw(verdict.kept),
             )
+        )
     return found

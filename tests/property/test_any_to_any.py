@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -28,6 +29,8 @@ from tests.property.fake import (
     save_all,
     weights,
 )
+
+pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 
 DTYPES = sorted(ITEMSIZE)
 shapes = st.one_of(

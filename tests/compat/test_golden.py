@@ -1,0 +1,45 @@
+"""Repositories written by each released format version load, in every layout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import ckpt
+from ckpt.format.manifest import VERSION
+from ckpt.repo.repository import Repository
+from ckpt.repo.verify import verify
+from ckpt.store.open import open_store
+from tests.compat.golden import STEPS, golden_model
+from tests.property.fake import cut, engines, load_all, zero1
+
+HERE = Path(__file__).parent
+VERSIONS = sorted(HERE.glob("v*"))
+
+
+def test_the_present_version_has_a_golden_repository() -> None:
+    assert HERE / f"v{VERSION}" in VERSIONS
+
+
+@pytest.mark.parametrize("root", VERSIONS, ids=lambda path: path.name)
+def test_a_golden_repository_is_whole(root: Path) -> None:
+    assert ckpt.steps(root) == list(STEPS)
+    found = verify(Repository(open_store(root)))
+    assert found.findings == []
+    assert found.chunks > 20
+
+
+@pytest.mark.parametrize("root", VERSIONS, ids=lambda path: path.name)
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_a_golden_repository_loads_bit_for_bit(root: Path, step: int, world: int) -> None:
+    model = golden_model(step)
+    layout = zero1(model, world)
+    layout["table", "param"] = cut("columns", (20, 30), world)
+    made = engines(model, layout, world, filled=False)
+    for report in load_all(made, root, step=step):
+        assert report.step == step
+        assert report.extra == {"epoch": step, "shape": (step, 2.5)}
+    assert [line for engine in made for line in engine.differences()] == []
+    assert made[0].finished == {"scheduler": {"last": step, "lr": [0.1]}}
