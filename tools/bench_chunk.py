@@ -36,22 +36,13 @@ def use_chunks_of(nbytes: int) -> None:
     agree._cached = None
 
 
-def maximum(value: float) -> float:
-    """Return the largest value of all ranks."""
+def of_all_ranks(value: float) -> list[float]:
+    """Return what every rank has measured."""
     import torch.distributed as dist
 
     everyone = [0.0] * dist.get_world_size()
     dist.all_gather_object(everyone, value)
-    return max(everyone)
-
-
-def total(value: float) -> float:
-    """Return the sum over all ranks."""
-    import torch.distributed as dist
-
-    everyone = [0.0] * dist.get_world_size()
-    dist.all_gather_object(everyone, value)
-    return sum(everyone)
+    return everyone
 
 
 def load_cold(engine, root: Path, found: dict[str, float]) -> float:
@@ -66,7 +57,7 @@ def load_cold(engine, root: Path, found: dict[str, float]) -> float:
     with Peak() as peak, timed(found, "load"):
         report = ckpt.load(engine, root)
     found["load rss"] = peak.added
-    return total(report.bytes_read)
+    return sum(of_all_ranks(report.bytes_read))
 
 
 def save_and_load(engine, work: Path, runs: int) -> dict[int, list[dict[str, float]]]:
@@ -90,9 +81,8 @@ def save_and_load(engine, work: Path, runs: int) -> dict[int, list[dict[str, flo
             found["save rss"] = peak.added
             found["index"] = sum(size_below(folder) for folder in root.glob("steps/*/*/index"))
             found["written"] = report.bytes_written
-            found["planned"] = report.phases["describe"] + report.phases["plan"]
             load_cold(engine, root, found)
-            found = {name: maximum(value) for name, value in found.items()}
+            found = {name: max(of_all_ranks(value)) for name, value in found.items()}
             if run:
                 results[size].append(found)
     return results
@@ -104,7 +94,7 @@ def reshard(engine, work: Path) -> dict[int, dict[str, float]]:
     for size in (SIZES[0], *SIZES):  # the first one once more: it warms up
         found: dict[str, float] = {}
         nbytes = load_cold(engine, work / f"{size}", found)
-        results[size] = {name: maximum(value) for name, value in found.items()} | {"read": nbytes}
+        results[size] = {name: max(of_all_ranks(value)) for name, value in found.items()} | {"read": nbytes}
     return results
 
 
@@ -138,12 +128,12 @@ def main() -> None:
     options.dir.mkdir(parents=True, exist_ok=True)
     about = machine()
     table = Table(
-        title=f"{options.params / 1e6:.0f} M parameters, {WORLD} ranks, bf16, median of {options.runs} interleaved runs; "
+        title=f"{options.params / 1e6:.0f} M parameters, {WORLD} ranks, bf16, {options.runs} interleaved runs; "
         f"{about['cores']} cores, {filesystem(options.dir)}"
     )
     columns = ("stage", "chunk, MiB", "save, s", "load, s", f"load by {WORLD_AFTER}, s", "over-read", "index, kB/GiB")
-    for column in (*columns, "plan, ms", "save RSS, MB", "load RSS, MB"):
-        table.add_column(column, justify="right")
+    for column in (*columns, "RSS +MB, save", "load"):
+        table.add_column(column, justify="right", no_wrap=column in ("save, s", "load, s"))
     os.environ |= {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}  # the ranks share the cores
     for stage in (1, 3):
         work = Path(tempfile.mkdtemp(prefix="chunk-", dir=options.dir))
@@ -171,7 +161,6 @@ def main() -> None:
                 f"{loaded[size]['load']:.2f}",
                 f"{loaded[size]['read'] / mid['written'] - 1:+.1%}",
                 f"{mid['index'] / 1e3 / (mid['written'] / 2**30):.1f}",
-                f"{mid['planned'] * 1e3:.0f}",
                 f"{mid['save rss'] / MB:.0f}",
                 f"{mid['load rss'] / MB:.0f}",
             )

@@ -35,7 +35,7 @@ OURS, THEIRS = "ckpt", "DeepSpeed"
 LAYERS, VOCAB, CONTEXT = 6, 4096, 16
 
 
-# ----------------------------------------------------------------------------------------------------- one rank of a job
+# ---------------------------------------------------------------------------------------------------- one rank of a job
 
 
 def build_engine(stage: int, params: float, dtype: str):
@@ -300,8 +300,8 @@ def launch(options: argparse.Namespace) -> dict[str, object]:
 def render(result: dict) -> Table:
     """Return the table of all stages: medians, and the ratio's median with its smallest and largest value."""
     about = result["machine"]
-    title = f"{result['world']} ranks, {result['dtype']}, AdamW, {result['runs']} interleaved runs; {about['cores']} cores"
-    table = Table(title=f"{title}, {about['filesystem']}")
+    title = f"{result['world']} ranks, {result['dtype']}, AdamW, {result['runs']} interleaved runs"
+    table = Table(title=f"{title}; {about['cores']} cores, {about['filesystem']}")
     for name, how in (("", "left"), (OURS, "right"), (THEIRS, "right"), (f"{OURS} / {THEIRS}", "right")):
         table.add_column(name, justify=how)
     for stage in result["stages"]:
@@ -326,19 +326,22 @@ def render(result: dict) -> Table:
     return table
 
 
+def _numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
 def main() -> None:
     """Be the launcher, or one rank if the launcher says so."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--params", type=float, default=50e6, help="parameters of the model, about (default 50e6)")
     parser.add_argument("--world", type=int, default=4, help="ranks (default 4)")
-    stages = [int(s) for s in "1230"]
-    parser.add_argument("--stages", type=lambda text: [int(s) for s in text.split(",")], default=stages, metavar="1,2,3,0")
+    parser.add_argument("--stages", type=_numbers, default=[1, 2, 3, 0], metavar="1,2,3,0")
     parser.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16")
     parser.add_argument("--runs", type=int, default=5, help="counted runs a stage (default 5)")
     default = Path(__file__).resolve().parents[1] / ".cache" / "bench"
     parser.add_argument("--dir", type=Path, default=default, help="where checkpoints go: the disk that is measured")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every measurement of every run")
-    parser.add_argument("--profile", action="store_true", help="print cProfile's view of ckpt.save and ckpt.load, rank 0")
+    parser.add_argument("--profile", action="store_true", help="also print where rank 0 spends its time in ckpt")
     parser.add_argument("--stage", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -348,8 +351,8 @@ def main() -> None:
     result = launch(options)
     console.print(render(result))
     console.print(
-        f"[dim]{OURS}'s save is durable when it returns; 'durable' of {THEIRS} adds an fsync of all its files, which it "
-        f"does not do itself. Both restores read files that were dropped from the page cache (posix_fadvise).[/]"
+        f"[dim]{OURS}'s save is durable when it returns; 'durable' of {THEIRS} adds an fsync of all its files, which "
+        f"it does not do itself. Both restores read files that were dropped from the page cache (posix_fadvise).[/]"
     )
     if options.json:
         options.json.write_text(json.dumps(result, indent=1) + "\n")

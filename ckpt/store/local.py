@@ -22,7 +22,7 @@ TEMP = ".tmp-"
 """Prefix of the last part of a temporary file's name: garbage if its writer is dead."""
 
 WRITEBACK_BYTES = 8 << 20
-"""After every so many bytes the kernel is asked to begin writing them to the disk; docs/benchmarks.md has the effect."""
+"""After every so many bytes the kernel is asked to begin writing them out; docs/benchmarks.md has the effect."""
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _DENIED = {errno.EACCES, errno.EPERM, errno.EROFS}

@@ -179,7 +179,7 @@ def slow_peer(rank: int, world: int, *, root: str) -> dict[str, Any]:
 
             @staticmethod
             def write(fd: int, data: Any) -> int:
-                time.sleep(0.02)
+                time.sleep(0.06)
                 return real(fd, data)
 
         local.os = Slow()  # type: ignore[attr-defined,assignment]

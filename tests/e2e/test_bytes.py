@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from safetensors import safe_open
 
 import ckpt
 from tests.harness.pool import ranks
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 CASES = "tests.e2e.bytes_cases"
 HELD = {0: 56, 1: 20, 2: 20, 3: 14}

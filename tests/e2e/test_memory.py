@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.harness.pool import ranks
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 CASES = "tests.e2e.memory_cases"
 LARGE = 3936

@@ -1,0 +1,121 @@
+"""Declared replicas whose bytes differ: found, named, recorded, and never silently averaged away."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import ckpt
+from ckpt.layout.box import Box
+from ckpt.layout.spec import BUFFER, MASTER, PARAM
+from ckpt.repo.repository import Repository
+from ckpt.repo.verify import verify
+from ckpt.runtime.staging import tensor_bytes
+from ckpt.store.memory import MemoryStore
+from tests.property.fake import FakeEngine, Model, comms, cut, engines, load_all, numbered, run_ranks, save_all, weights
+
+
+def replicated(model: Model, world: int) -> dict[tuple[str, str], list[list[Box]]]:
+    return {key: cut("replicated", t.shape, world) for key, t in model.tensors.items()}
+
+
+def job(world: int, *, filled: bool = True) -> list[FakeEngine]:
+    model = Model(derived={"w"})
+    model.tensors = {("w", MASTER): weights((40,), 1), ("mean", BUFFER): numbered("float32", (8,), 1)}
+    model.tensors["w", PARAM] = model.tensors["w", MASTER].bfloat16()
+    return engines(model, replicated(model, world), world, filled=filled)
+
+
+def live(engine: FakeEngine, fqn: str, role: str) -> torch.Tensor:
+    return next(s.tensor for s in engine.shards if s.spec.key == (fqn, role))
+
+
+def test_one_bit_on_one_rank_is_named_and_the_majority_is_kept():
+    made = job(3)
+    live(made[2], "w", MASTER).view(torch.int32)[7] ^= 1
+    store = MemoryStore()
+    report = save_all(made, store)[1]
+    (line,) = report.divergences
+    assert "tensor 'w' (master) box [0:40]" in line
+    assert "on rank(s) 0, 1;" in line
+    assert line.endswith("on rank(s) 2")
+    index = Repository(store).read_index(1)
+    (found,) = index.root.divergences
+    assert sorted(found.copies.values()) == [(0, 1), (2,)]
+    assert found.copies[found.kept] == (0, 1)
+    assert index.commit.totals["divergences"] == 1
+    assert not verify(Repository(store)).damaged
+    target = job(3, filled=False)
+    load_all(target, store)
+    assert [line for one in target for line in one.differences()] == []
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_without_a_majority_the_lowest_ranks_copy_is_kept(rank):
+    made = job(2)
+    live(made[rank], "w", MASTER)[3] = -5.0
+    live(made[rank], "w", PARAM)[3] = -5.0
+    store = MemoryStore()
+    save_all(made, store)
+    target = job(2, filled=False)
+    load_all(target, store)
+    for one in target:
+        assert torch.equal(live(one, "w", MASTER), live(made[0], "w", MASTER))
+        assert torch.equal(live(one, "w", PARAM), live(made[0], "w", PARAM))
+
+
+def test_error_refuses_and_leaves_nothing():
+    made = job(3)
+    live(made[1], "w", MASTER)[0] = 9.0
+    store = MemoryStore()
+    for result in run_ranks(comms(3), lambda r: ckpt.save(made[r], store, on_divergence="error")):
+        assert isinstance(result, ckpt.ReplicaDivergence)
+        assert "tensor 'w' (master)" in str(result)
+    assert set(store.objects) == {"ckpt.json"}
+
+
+@pytest.mark.parametrize(("policy", "tensor"), [("warn", ("mean", BUFFER)), ("keep-all", ("w", MASTER))])
+def test_each_rank_gets_its_own_copy_back_where_all_are_kept(policy, tensor):
+    made = job(3)
+    for rank in (1, 2):
+        live(made[rank], *tensor)[2] = 100.0 + rank
+    if tensor[1] == MASTER:
+        for one in made:
+            live(one, "w", PARAM).copy_(live(one, "w", MASTER))
+    store = MemoryStore()
+    save_all(made, store, on_divergence=policy)
+    assert not verify(Repository(store)).findings
+    target = job(3, filled=False)
+    load_all(target, store)
+    for before, after in zip(made, target, strict=True):
+        for shard, other in zip(before.shards, after.shards, strict=True):
+            if shard.spec.role != PARAM:  # the fake's ranks rebuild params from any rank's master
+                assert bytes(tensor_bytes(shard.tensor)) == bytes(tensor_bytes(other.tensor)), shard.spec
+    fewer = job(2, filled=False)
+    load_all(fewer, store)
+    assert torch.equal(live(fewer[1], *tensor), live(made[0], *tensor)), "another world: everybody's copy"
+
+
+def test_a_param_that_is_not_the_cast_of_the_kept_master_is_stored():
+    """The planned owner's master proves the cast, and then is outvoted: the proof says nothing any more."""
+    for owner in range(3):
+        made = job(3)
+        live(made[owner], "w", MASTER).add_(64.0)
+        store = MemoryStore()
+        save_all(made, store)
+        target = job(3, filled=False)
+        load_all(target, store)
+        assert [line for one in target for line in one.differences()] == []
+
+
+def test_a_derivation_that_fails_in_one_element_costs_only_its_chunk():
+    made = job(2)
+    for one in made:
+        live(one, "w", PARAM)[0] = 3.0
+        one.model.tensors["w", PARAM][0] = 3.0
+    store = MemoryStore()
+    report = save_all(made, store)[0]
+    assert report.bytes_derived == 0, "40 elements are one chunk"
+    target = engines(made[0].model, replicated(made[0].model, 3), 3, filled=False)
+    load_all(target, store)
+    assert [line for one in target for line in one.differences()] == []
