@@ -38,8 +38,8 @@ LAYERS, VOCAB, CONTEXT = 6, 4096, 16
 # ---------------------------------------------------------------------------------------------------- one rank of a job
 
 
-def build_engine(stage: int, params: float, dtype: str):
-    """Return a DeepSpeed engine around a GPT of about ``params`` parameters, with AdamW."""
+def build_engine(stage: int, params: float, dtype: str, layers: int = LAYERS):
+    """Return a DeepSpeed engine around a GPT of about ``params`` parameters, with AdamW, and their number."""
     import deepspeed
     import deepspeed.ops
     import torch
@@ -62,7 +62,7 @@ def build_engine(stage: int, params: float, dtype: str):
         def __init__(self, width: int) -> None:
             super().__init__()
             self.embed, self.norm = nn.Embedding(VOCAB, width), nn.LayerNorm(width)
-            self.blocks = nn.Sequential(*(Block(width) for _ in range(LAYERS)))
+            self.blocks = nn.Sequential(*(Block(width) for _ in range(layers)))
             self.head = nn.Linear(width, VOCAB, bias=False)
             nn.init.normal_(self.embed.weight, std=0.02)
             self.head.weight = self.embed.weight  # tied; also gives every row of the embedding a gradient
@@ -80,7 +80,7 @@ def build_engine(stage: int, params: float, dtype: str):
     torch.distributed.init_process_group("nccl" if cuda else "gloo")
     torch.manual_seed(0)
     # 12 L w² + V w = params
-    width = int((-VOCAB + math.sqrt(VOCAB**2 + 48 * LAYERS * params)) / (24 * LAYERS))
+    width = int((-VOCAB + math.sqrt(VOCAB**2 + 48 * layers * params)) / (24 * layers))
     model = GPT(width)
     bucket = 1_000_000  # elements; the defaults are allocated in full
     config = {
@@ -287,7 +287,7 @@ def launch(options: argparse.Namespace) -> dict[str, object]:
                 raise SystemExit(f"{(work / 'log').read_text()[-6000:]}\nstage {stage} ended with exit code {code}")
             for name in ("save", "load") if options.profile else ():
                 console.rule(f"stage {stage}: ckpt.{name} on rank 0, last run, by own time")
-                pstats.Stats(str(work / f"{name}.prof")).sort_stats("tottime").print_stats(18)
+                pstats.Stats(str(work / f"{name}.prof")).strip_dirs().sort_stats("tottime").print_stats(18)
             stages.append(json.loads((work / "result.json").read_text()))
         finally:
             shutil.rmtree(work, ignore_errors=True)

@@ -82,8 +82,8 @@ def settle(plan: SavePlan, mine: Digests, payloads: list[bytes]) -> Settled:
     for i, value in casts.items():
         kept = verdicts[i].kept if i in verdicts else mine.held[i]
         master = verdicts.get(plan.proofs[i])
-        # The proof was made with the planned owner's master; it says nothing about a master that outvoted it.
-        if value == kept and (master is None or master.owner == plan.owners[plan.proofs[i]]):
+        # The proof was made with the param owner's own master; it says nothing about a master that outvoted it.
+        if value == kept and (master is None or plan.owners[i] in master.copies[master.kept]):
             proved.add(i)
     return Settled(verdicts, proved)
 

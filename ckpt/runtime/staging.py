@@ -20,8 +20,10 @@ def tensor_bytes(tensor: torch.Tensor) -> memoryview:
     """
     try:
         plain = tensor.detach().resolve_conj().resolve_neg()
-        flat = plain.cpu().contiguous().reshape(-1).view(torch.uint8)
-        return memoryview(flat.numpy().data).cast("B")
+        flat = plain.cpu().contiguous()
+        # Not reshape: a tensor of one element is contiguous whatever its stride, and keeps it (a slice of a transpose).
+        raw = flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)
+        return memoryview(raw.numpy().data).cast("B")
     except (RuntimeError, TypeError, NotImplementedError) as error:
         raise UnsupportedLayout(f"a {type(tensor).__name__} on {tensor.device} has no plain bytes: {error}") from error
 

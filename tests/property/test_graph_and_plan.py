@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from itertools import product
 
 from hypothesis import given
@@ -92,14 +91,15 @@ def test_every_element_is_in_exactly_one_chunk_whose_owner_holds_it(layouts, chu
         for i, chunk in enumerate(plan.chunks)
         if chunk.spec.role == PARAM
         and chunk.spec.fqn in graph.derived
-        and set(chunk.ranks) & set(truth[TensorSpec(chunk.spec.fqn, MASTER, "float32", chunk.spec.shape)][chunk.box.offsets])
+        and set(chunk.ranks)
+        & set(truth[TensorSpec(chunk.spec.fqn, MASTER, "float32", chunk.spec.shape)][chunk.box.offsets])
     }
     assert set(plan.proofs) == provable, "where one rank holds both, the cast can be proved"
     assert len({c.name for c in plan.chunks}) == len(plan.chunks), "names in packs are unique"
 
 
 @given(jobs(), st.randoms(use_true_random=False))
-def test_every_rank_computes_the_same_plan_whatever_the_order_of_its_shards(layouts, rng: random.Random):
+def test_every_rank_computes_the_same_plan_whatever_the_order_of_its_shards(layouts, rng):
     def shuffled(one: RankLayout) -> RankLayout:
         return RankLayout(one.rank, tuple(rng.sample(one.shards, len(one.shards))), one.aliases, one.derived)
 

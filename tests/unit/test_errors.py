@@ -8,7 +8,10 @@ from ckpt.errors import CkptError, LayoutError, MissingState, RankFailure, from_
 
 
 def tree(root: type[CkptError] = CkptError) -> list[type[CkptError]]:
-    return [root, *(found for child in root.__subclasses__() if child.__module__ == "ckpt.errors" for found in tree(child))]
+    return [
+        root,
+        *(found for child in root.__subclasses__() if child.__module__ == "ckpt.errors" for found in tree(child)),
+    ]
 
 
 def example(cls: type[CkptError]) -> CkptError:
@@ -49,19 +52,32 @@ def test_every_error_is_caught_by_the_base_and_has_an_exit_code(cls):
 def test_the_table_of_exit_codes():
     """Scripts depend on these numbers: docs/cli.md and the tree in the docstring list them."""
     assert {c.__name__: c.exit_code for c in tree() if c.__base__ is CkptError or c.__name__ == "NoSuchCheckpoint"} == {
-        "ConfigError": 2, "IntegrityError": 3, "LayoutError": 4, "PlanError": 5, "StoreError": 6, "RepositoryError": 7,
-        "ReplayError": 8, "RankFailure": 9, "NoSuchCheckpoint": 10, "FormatError": 12,
-    }  # fmt: skip
+        "ConfigError": 2,
+        "IntegrityError": 3,
+        "LayoutError": 4,
+        "PlanError": 5,
+        "StoreError": 6,
+        "RepositoryError": 7,
+        "ReplayError": 8,
+        "RankFailure": 9,
+        "NoSuchCheckpoint": 10,
+        "FormatError": 12,
+    }
     for cls in tree():
         assert cls.__name__ in errors.__doc__, "the drawing is complete"
 
 
 @pytest.mark.parametrize(
     ("error", "text"),
-    [(ValueError("bad"), "ValueError: bad"), (KeyError("k"), "KeyError: 'k'"), (RuntimeError(), "RuntimeError: RuntimeError"),
-     (KeyboardInterrupt(), "KeyboardInterrupt: KeyboardInterrupt"), (OSError(28, "No space"), "OSError: [Errno 28] No space")],
+    [
+        (ValueError("bad"), "ValueError: bad"),
+        (KeyError("k"), "KeyError: 'k'"),
+        (RuntimeError(), "RuntimeError: RuntimeError"),
+        (KeyboardInterrupt(), "KeyboardInterrupt: KeyboardInterrupt"),
+        (OSError(28, "No space"), "OSError: [Errno 28] No space"),
+    ],
     ids=repr,
-)  # fmt: skip
+)
 def test_a_foreign_error_keeps_its_type_and_text(error, text):
     got = over_the_wire(error)
     assert type(got) is CkptError
@@ -75,8 +91,12 @@ def test_a_message_that_is_not_utf8_can_be_sent():
 
 
 def test_builtin_handlers_work_too():
-    for cls, builtin in ((errors.ConfigError, ValueError), (errors.ObjectNotFound, FileNotFoundError),
-                         (errors.ObjectExists, FileExistsError), (errors.AccessDenied, PermissionError)):  # fmt: skip
+    for cls, builtin in (
+        (errors.ConfigError, ValueError),
+        (errors.ObjectNotFound, FileNotFoundError),
+        (errors.ObjectExists, FileExistsError),
+        (errors.AccessDenied, PermissionError),
+    ):
         with pytest.raises(builtin):
             raise cls("x")
 
@@ -87,7 +107,7 @@ def test_lists_stand_one_a_line():
 
 
 def test_a_job_of_thousands_does_not_print_thousands_of_lines():
-    error = RankFailure("write", {r: "X: y" for r in range(4000)})
+    error = RankFailure("write", dict.fromkeys(range(4000), "X: y"))
     assert len(str(error).splitlines()) == 10
     assert "and 3992 more ranks" in str(error)
     assert len(over_the_wire(error).failures) == 4000

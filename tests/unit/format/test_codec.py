@@ -37,9 +37,18 @@ def test_a_frame_without_a_content_size_is_refused():
         decompress(data, limit=10_000, where="f")
 
 
-@pytest.mark.parametrize("spoil", [lambda d: d[:-1], lambda d: d + b"\0", lambda d: d * 2, lambda d: b"", lambda d: b"{}",
-                                   lambda d: b"\x50\x2a\x4d\x18\x04\0\0\0abcd"],
-                         ids=["cut", "longer", "two frames", "empty", "not zstd", "skippable"])  # fmt: skip
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda d: d[:-1],
+        lambda d: d + b"\0",
+        lambda d: d * 2,
+        lambda d: b"",
+        lambda d: b"{}",
+        lambda d: b"\x50\x2a\x4d\x18\x04\0\0\0abcd",
+    ],
+    ids=["cut", "longer", "two frames", "empty", "not zstd", "skippable"],
+)
 def test_anything_but_one_whole_frame_is_refused(spoil):
     with pytest.raises(MalformedData, match=r"^f: "):
         decompress(spoil(compress(b"some text of some length")), limit=10_000, where="f")

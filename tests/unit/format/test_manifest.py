@@ -34,27 +34,45 @@ from ckpt.format.manifest import (
 D = digest(b"x")
 INDEX = FileRef(key="steps/3/a-1/index/root.json.zst", digest=D, nbytes=10)
 BODY = CommitBody(
-    format=1, features=(), step=3, attempt="a-1", world=2, engine="fake", created="now", software={"ckpt": "ü"},
-    totals={"bytes_held": 1}, index=INDEX,
-)  # fmt: skip
+    format=1,
+    features=(),
+    step=3,
+    attempt="a-1",
+    world=2,
+    engine="fake",
+    created="now",
+    software={"ckpt": "ü"},
+    totals={"bytes_held": 1},
+    index=INDEX,
+)
 ROOT = IndexRoot(
-    format=1, step=3, attempt="a-1", world=2, layout=D,
-    specs=(("b", "param", "float32", (2, 3)), ("a", "step", "float32", ())), derived=("b",), aliases={"c": "b"},
+    format=1,
+    step=3,
+    attempt="a-1",
+    world=2,
+    layout=D,
+    specs=(("b", "param", "float32", (2, 3)), ("a", "step", "float32", ())),
+    derived=("b",),
+    aliases={"c": "b"},
     parts=(FileRef(key="steps/3/a-1/index/part-0.json.zst", digest=D, nbytes=5),),
     divergences=(Divergence(fqn="b", role="param", offsets=(0, 0), sizes=(2, 3), copies={D: (0,)}, kept=D),),
-)  # fmt: skip
+)
 PACK = PackRef(key="steps/3/a-1/packs/p.safetensors", nbytes=1000, header=D)
 CHUNK = ChunkEntry(0, (0, 0), (1, 3), D, 0, 100, 12)
 BLOB = BlobEntry(D, 0, 200, 4)
 OBJECT = ObjectEntry(
-    name="o", kind="value", ranks=(0,), document=BLOB,
+    name="o",
+    kind="value",
+    ranks=(0,),
+    document=BLOB,
     tensors=(ObjectTensor(dtype="float32", shape=(1,), blobs=(BLOB,)),),
-)  # fmt: skip
+)
 PART = IndexPart(
-    rank=0, packs=(PACK,),
+    rank=0,
+    packs=(PACK,),
     chunks=(CHUNK, ChunkEntry(0, (1, 0), (1, 3), D, DERIVED, 0, 12), ChunkEntry(1, (), (), D, 0, 8, 4, (1, 2))),
     objects=(OBJECT,),
-)  # fmt: skip
+)
 SPECS = specs_of(ROOT, "f")
 
 
@@ -89,7 +107,7 @@ def test_unknown_fields_are_ignored_and_unknown_features_are_not():
     body = {**plain(BODY), "new": {"x": 1}}
     raw = json.dumps(body).encode()
     assert decode_commit(b'{"more":1,"body":' + raw + b',"digest":"' + digest(raw).encode() + b'"}', "f") == BODY
-    with pytest.raises(UnsupportedFeature, match="f: .*'gradlog'"):
+    with pytest.raises(UnsupportedFeature, match=r"f: .*'gradlog'"):
         decode_commit(encode_commit(changed(BODY, features=("gradlog",))), "f")
 
 
@@ -110,10 +128,23 @@ def test_a_huge_commit_is_refused_unread():
 
 @pytest.mark.parametrize(
     "data",
-    [b"", b"{", b"[]", b"null", b"5", b'"x"', b"\xff", b"[" * 100_000, b'{"body":' * 10_000, b'{"body":1}', b'{"body":{},"digest":5}',
-     b'{"body":{},"digest":"xxh3-128:0"}', b"\x80\x04\x95"],
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b"5",
+        b'"x"',
+        b"\xff",
+        b"[" * 100_000,
+        b'{"body":' * 10_000,
+        b'{"body":1}',
+        b'{"body":{},"digest":5}',
+        b'{"body":{},"digest":"xxh3-128:0"}',
+        b"\x80\x04\x95",
+    ],
     ids=lambda d: repr(d[:20]),
-)  # fmt: skip
+)
 def test_what_is_no_json_of_the_right_form_is_malformed(data):
     with pytest.raises(MalformedData, match=r"^f: "):
         decode_commit(data, "f")
@@ -126,10 +157,20 @@ def test_what_is_no_json_of_the_right_form_is_malformed(data):
 
 
 BAD_KEYS = [
-    "", "/etc/passwd", "../x", "steps/3/a-1/index/../../../../etc/x.json.zst", "steps/3/a-1/packs/../p.safetensors",
-    "steps/-1/a/index/x.json.zst", "steps/3/A/index/x.json.zst", "steps/3/a-1/index/x.json.zst\n", "steps/3//index/x.json.zst",
-    "steps/3/a-1/index/x/y.json.zst", "steps/3/a-1/index/x\0.json.zst", "file:///etc/passwd", "ckpt.json",
-]  # fmt: skip
+    "",
+    "/etc/passwd",
+    "../x",
+    "steps/3/a-1/index/../../../../etc/x.json.zst",
+    "steps/3/a-1/packs/../p.safetensors",
+    "steps/-1/a/index/x.json.zst",
+    "steps/3/A/index/x.json.zst",
+    "steps/3/a-1/index/x.json.zst\n",
+    "steps/3//index/x.json.zst",
+    "steps/3/a-1/index/x/y.json.zst",
+    "steps/3/a-1/index/x\0.json.zst",
+    "file:///etc/passwd",
+    "ckpt.json",
+]
 
 
 @pytest.mark.parametrize("key", BAD_KEYS, ids=repr)
@@ -164,27 +205,54 @@ def test_a_root_with_an_impossible_value_is_refused(fields):
 @pytest.mark.parametrize(
     "fields",
     [
-        {"spec": 2}, {"spec": -1}, {"spec": 2**70}, {"offsets": (-1, 0)}, {"sizes": (1, -3)}, {"offsets": (0,)},
-        {"offsets": (0, 0, 0), "sizes": (1, 3, 1)}, {"offsets": (2, 0)}, {"offsets": (0, 1)}, {"sizes": (1, 2)},
-        {"sizes": (3, 3)}, {"offsets": (2**65, 0)}, {"nbytes": 11}, {"nbytes": -12}, {"nbytes": 2**64},
-        {"digest": ""}, {"digest": "xxh3-128:zz"}, {"digest": "sha1:" + "0" * 40}, {"pack": 1}, {"pack": -2}, {"pack": 2**70},
-        {"start": -1}, {"start": 0}, {"start": 7}, {"start": 989}, {"start": 2**70}, {"pack": DERIVED, "digest": "x"},
+        {"spec": 2},
+        {"spec": -1},
+        {"spec": 2**70},
+        {"offsets": (-1, 0)},
+        {"sizes": (1, -3)},
+        {"offsets": (0,)},
+        {"offsets": (0, 0, 0), "sizes": (1, 3, 1)},
+        {"offsets": (2, 0)},
+        {"offsets": (0, 1)},
+        {"sizes": (1, 2)},
+        {"sizes": (3, 3)},
+        {"offsets": (2**65, 0)},
+        {"nbytes": 11},
+        {"nbytes": -12},
+        {"nbytes": 2**64},
+        {"digest": ""},
+        {"digest": "xxh3-128:zz"},
+        {"digest": "sha1:" + "0" * 40},
+        {"pack": 1},
+        {"pack": -2},
+        {"pack": 2**70},
+        {"start": -1},
+        {"start": 0},
+        {"start": 7},
+        {"start": 989},
+        {"start": 2**70},
+        {"pack": DERIVED, "digest": "x"},
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_a_chunk_that_does_not_fit_its_tensor_or_pack_is_refused(fields):
     with pytest.raises(MalformedData, match=r"^f: "):
         decode_part(encode_index(changed(PART, chunks=(changed(CHUNK, **fields),))), SPECS, "f")
 
 
-@pytest.mark.parametrize("fields", [{"start": 997}, {"start": -1}, {"nbytes": -1}, {"pack": 1}, {"pack": -1}, {"digest": "x"},
-                                    {"nbytes": 2**40}], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "fields",
+    [{"start": 997}, {"start": -1}, {"nbytes": -1}, {"pack": 1}, {"pack": -1}, {"digest": "x"}, {"nbytes": 2**40}],
+    ids=str,
+)
 @pytest.mark.parametrize("where", ["document", "tensor"])
 def test_a_blob_outside_of_its_pack_is_refused(fields, where):
     blob = changed(BLOB, **fields)
-    spoiled = changed(OBJECT, document=blob) if where == "document" else changed(
-        OBJECT, tensors=(ObjectTensor(dtype="float32", shape=(1,), blobs=(blob,)),)
-    )  # fmt: skip
+    spoiled = (
+        changed(OBJECT, document=blob)
+        if where == "document"
+        else changed(OBJECT, tensors=(ObjectTensor(dtype="float32", shape=(1,), blobs=(blob,)),))
+    )
     with pytest.raises(MalformedData, match="'o'"):
         decode_part(encode_index(changed(PART, objects=(spoiled,))), SPECS, "f")
 

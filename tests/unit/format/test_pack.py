@@ -59,8 +59,10 @@ def test_header_parsing_gives_back_what_was_laid_out():
     data = build(items)
     found = parse_header(data, len(data), "p")
     assert {n: (d, s) for n, (d, s, _, _) in found.items()} == {
-        "a": ("F32", (2, 3)), "b": ("BF16", (5,)), "c": ("U8", (16,)),
-    }  # fmt: skip
+        "a": ("F32", (2, 3)),
+        "b": ("BF16", (5,)),
+        "c": ("U8", (16,)),
+    }
     for one, raw in items:
         _, _, start, stop = found[one.name]
         assert data[start:stop] == raw
@@ -101,19 +103,47 @@ def entry(dtype="F32", shape=(1,), offsets=(0, 4)) -> dict[str, object]:
 @pytest.mark.parametrize(
     "table",
     [
-        b"", b"{", b"[]", b"5", b"null", b'"x"', b"\xff\xfe", b"[" * 100_000, b'{"a":' * 50_000,
-        {"a": 5}, {"a": []}, {"a": {}}, {"a": {"dtype": "F32", "shape": [1]}},
-        {"a": entry(offsets=(0,))}, {"a": entry(offsets=(0, 4, 8))}, {"a": entry(offsets="04")},
-        {"a": entry(offsets=(-4, 0))}, {"a": entry(offsets=(4, 8))}, {"a": entry(offsets=(4, 0))},
-        {"a": entry(offsets=(0, 3))}, {"a": entry(offsets=(0, 5))}, {"a": entry(offsets=(0, 2**64))},
-        {"a": entry(offsets=(0, float("inf")))}, {"a": entry(offsets=(float("nan"), 4))}, {"a": entry(offsets=(None, 4))},
-        {"a": entry(shape=(2,))}, {"a": entry(shape=(-1,))}, {"a": entry(shape=(-1, -1))}, {"a": entry(shape=None)},
-        {"a": entry(shape=(float("inf"),))}, {"a": entry(shape=(2**70,))}, {"a": entry(shape=("x",))},
-        {"a": entry(dtype="F9", shape=(4,))}, {"a": entry(dtype=None, shape=(4,))}, {"a": entry(dtype=["F32"])},
-        {"a": entry(), "b": entry()}, {"a": entry(offsets=(0, 4)), "b": entry(offsets=(2, 6))}, {},
+        b"",
+        b"{",
+        b"[]",
+        b"5",
+        b"null",
+        b'"x"',
+        b"\xff\xfe",
+        b"[" * 100_000,
+        b'{"a":' * 50_000,
+        {"a": 5},
+        {"a": []},
+        {"a": {}},
+        {"a": {"dtype": "F32", "shape": [1]}},
+        {"a": entry(offsets=(0,))},
+        {"a": entry(offsets=(0, 4, 8))},
+        {"a": entry(offsets="04")},
+        {"a": entry(offsets=(-4, 0))},
+        {"a": entry(offsets=(4, 8))},
+        {"a": entry(offsets=(4, 0))},
+        {"a": entry(offsets=(0, 3))},
+        {"a": entry(offsets=(0, 5))},
+        {"a": entry(offsets=(0, 2**64))},
+        {"a": entry(offsets=(0, float("inf")))},
+        {"a": entry(offsets=(float("nan"), 4))},
+        {"a": entry(offsets=(None, 4))},
+        {"a": entry(shape=(2,))},
+        {"a": entry(shape=(-1,))},
+        {"a": entry(shape=(-1, -1))},
+        {"a": entry(shape=None)},
+        {"a": entry(shape=(float("inf"),))},
+        {"a": entry(shape=(2**70,))},
+        {"a": entry(shape=("x",))},
+        {"a": entry(dtype="F9", shape=(4,))},
+        {"a": entry(dtype=None, shape=(4,))},
+        {"a": entry(dtype=["F32"])},
+        {"a": entry(), "b": entry()},
+        {"a": entry(offsets=(0, 4)), "b": entry(offsets=(2, 6))},
+        {},
     ],
     ids=lambda t: str(t)[:40],
-)  # fmt: skip
+)
 def test_a_header_that_safetensors_forbids_is_malformed_never_a_crash(table):
     data = pack_with(table)
     with pytest.raises(MalformedData, match=r"^p: "):

@@ -6,9 +6,7 @@ from ckpt.errors import ConfigError
 from ckpt.layout.box import Box, boxes_of_range, first_overlap, overlaps
 
 
-@pytest.mark.parametrize(
-    ("offsets", "sizes"), [((0,), (1, 1)), ((-1,), (1,)), ((0, 0), (1, -1)), ((), (1,))], ids=str
-)
+@pytest.mark.parametrize(("offsets", "sizes"), [((0,), (1, 1)), ((-1,), (1,)), ((0, 0), (1, -1)), ((), (1,))], ids=str)
 def test_a_box_that_is_none_is_refused(offsets, sizes):
     with pytest.raises(ConfigError, match="box"):
         Box(offsets, sizes)

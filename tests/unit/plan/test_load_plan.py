@@ -72,7 +72,10 @@ def test_a_weight_is_found_under_either_name_by_dtype(held, wanted, expected):
 
 
 def test_a_dtype_is_never_cast_in_silence():
-    for held, wanted in ((spec("w"), spec("w", dtype="bfloat16")), (spec("n", "ids", "int64"), spec("n", "ids", "int32"))):
+    for held, wanted in (
+        (spec("w"), spec("w", dtype="bfloat16")),
+        (spec("n", "ids", "int64"), spec("n", "ids", "int32")),
+    ):
         cat = catalog([held])
         found = plan(cat, wanted)
         assert found.difference.dtypes == (f"{wanted}: the checkpoint has {held.dtype} ({held.role})",)
@@ -133,8 +136,9 @@ def test_a_derived_param_comes_from_the_master_where_it_was_not_stored():
 
 
 def test_a_param_that_the_engine_rebuilds_is_never_missing():
-    assert plan(catalog([spec("w", MASTER)]), spec("w", MASTER), spec("w", PARAM, "bfloat16"), derived={"w"}) \
-        .difference == Difference((), (), frozenset())  # fmt: skip
+    assert plan(
+        catalog([spec("w", MASTER)]), spec("w", MASTER), spec("w", PARAM, "bfloat16"), derived={"w"}
+    ).difference == Difference((), (), frozenset())
 
 
 def test_each_rank_gets_its_own_copy_where_replicas_differed():

@@ -25,18 +25,35 @@ from ckpt.store.memory import MemoryStore
 D = digest(b"")
 
 
-def commit(repo: Repository, step: int, attempt: str = "a", *, overwrite: bool = False, index_step: int | None = None) -> int:
+def commit(
+    repo: Repository, step: int, attempt: str = "a", *, overwrite: bool = False, index_step: int | None = None
+) -> int:
     """An empty checkpoint of one rank."""
     prefix = f"steps/{step}/{attempt}/index"
     part = repo.write_index(f"{prefix}/part-0.json.zst", IndexPart(rank=0, packs=(), chunks=()))
     root = IndexRoot(
-        format=1, step=step if index_step is None else index_step, attempt=attempt, world=1, layout=D, specs=(), derived=(),
-        aliases={}, parts=(part,),
-    )  # fmt: skip
+        format=1,
+        step=step if index_step is None else index_step,
+        attempt=attempt,
+        world=1,
+        layout=D,
+        specs=(),
+        derived=(),
+        aliases={},
+        parts=(part,),
+    )
     body = CommitBody(
-        format=1, features=(), step=step, attempt=attempt, world=1, engine="x", created="", software={}, totals={},
+        format=1,
+        features=(),
+        step=step,
+        attempt=attempt,
+        world=1,
+        engine="x",
+        created="",
+        software={},
+        totals={},
         index=repo.write_index(f"{prefix}/root.json.zst", root),
-    )  # fmt: skip
+    )
     return repo.commit(body, overwrite=overwrite)
 
 
@@ -158,7 +175,9 @@ def test_the_marker_is_made_once_and_checked(repo):
     repo.check_marker()
 
 
-@pytest.mark.parametrize("data", [b"", b"{}", b"[]", b"5", b"\xff", b"[" * 100_000, b'{"fmt":1}', b"null"], ids=lambda d: repr(d[:9]))
+@pytest.mark.parametrize(
+    "data", [b"", b"{}", b"[]", b"5", b"\xff", b"[" * 100_000, b'{"fmt":1}', b"null"], ids=lambda d: repr(d[:9])
+)
 def test_a_marker_that_is_none_is_refused(repo, data):
     repo.store.put(MARKER, data)
     for call in (repo.initialise, repo.check_marker, lambda: repo.pick(None)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -78,7 +79,7 @@ def test_gather_of_nothing_and_of_megabytes(job):
         comm.enter("save", LONG)
         return comm.gather("a", lambda: b""), [len(x) for x in comm.gather("b", lambda: bytes(comm.rank << 20))]
 
-    assert job.run(work) == dict.fromkeys(range(3), ([b""] * 3, [0, 1 << 20, 2 << 20]))
+    assert job.run(work) == {r: ([b""] * 3, [0, 1 << 20, 2 << 20]) for r in range(3)}
 
 
 def test_on_root_runs_on_rank_0_only(job):
@@ -118,7 +119,9 @@ def test_all_raise_the_same_class_and_each_raises_its_own(job):
         comm.run("describe", lambda: fail(ConfigError(f"rank {comm.rank} is wrong")))
 
     results = job.run(work)
-    assert {r: (type(e), str(e)) for r, e in results.items()} == {r: (ConfigError, f"rank {r} is wrong") for r in range(3)}
+    assert {r: (type(e), str(e)) for r, e in results.items()} == {
+        r: (ConfigError, f"rank {r} is wrong") for r in range(3)
+    }
 
 
 def test_different_errors_and_foreign_errors_on_all_are_a_rank_failure(job):
@@ -162,12 +165,14 @@ def test_after_a_failure_the_next_operation_works(job):
         for n in range(4):
             comm.enter("save", LONG)
             try:
-                seen.append(comm.run("a", lambda n=n: fail(StoreFull("x")) if n % 2 == 0 and comm.rank == n // 2 else n))
+                seen.append(
+                    comm.run("a", lambda n=n: fail(StoreFull("x")) if n % 2 == 0 and comm.rank == n // 2 else n)
+                )
             except RankFailure as error:
                 seen.append(sorted(error.failures))
         return seen
 
-    assert job.run(work) == dict.fromkeys(range(3), [[0], 1, [1], 3])
+    assert job.run(work) == {r: [[0], 1, [1], 3] for r in range(3)}
 
 
 def test_rank_0_alone_is_told_who_is_missing_and_the_next_common_entry_works(job):
@@ -188,7 +193,11 @@ def test_those_who_wait_together_blame_only_the_one_who_never_came(job):
 
 def test_one_after_the_other_is_told_that_the_peer_has_been_there():
     job = Job(2)
-    same_failure(job.run(lambda comm: comm.enter("save", 0.1), only=(0,)), "enter save", {1: "did not call ckpt.save within 0.1 s"})
+    same_failure(
+        job.run(lambda comm: comm.enter("save", 0.1), only=(0,)),
+        "enter save",
+        {1: "did not call ckpt.save within 0.1 s"},
+    )
     late = job.run(lambda comm: comm.enter("save", 0.1), only=(1,))
     same_failure(late, "enter save", {0: "called ckpt.save earlier and had given up waiting"})
 
@@ -292,10 +301,8 @@ def test_keys_do_not_accumulate(job):
                 comm.run("a", lambda: None)
                 comm.gather("b", lambda: b"x" * 100)
                 comm.on_root("c", lambda: b"y")
-                try:
+                with suppress(CkptError):
                     comm.run("d", lambda n=n: fail(StoreFull("x")) if n % 3 == comm.rank else None)
-                except CkptError:
-                    pass
 
         return one
 

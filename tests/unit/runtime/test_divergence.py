@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
 import torch
 
 import ckpt
-from ckpt.layout.box import Box
 from ckpt.layout.spec import BUFFER, MASTER, PARAM
 from ckpt.repo.repository import Repository
 from ckpt.repo.verify import verify
 from ckpt.runtime.staging import tensor_bytes
 from ckpt.store.memory import MemoryStore
 from tests.property.fake import FakeEngine, Model, comms, cut, engines, load_all, numbered, run_ranks, save_all, weights
+
+if TYPE_CHECKING:
+    from ckpt.layout.box import Box
 
 
 def replicated(model: Model, world: int) -> dict[tuple[str, str], list[list[Box]]]:
@@ -106,6 +110,22 @@ def test_a_param_that_is_not_the_cast_of_the_kept_master_is_stored():
         target = job(3, filled=False)
         load_all(target, store)
         assert [line for one in target for line in one.differences()] == []
+
+
+def test_a_proof_by_an_outvoted_master_that_is_not_the_planned_owners_says_nothing():
+    """Only rank 2 holds the param, so it proves the cast, with a master of its own; the kept master is another."""
+    model = job(1)[0].model
+    layout = {**replicated(model, 3), ("w", PARAM): cut("one", (40,), 3, 2)}
+    made = engines(model, layout, 3, filled=True)
+    live(made[2], "w", MASTER).add_(64.0)
+    live(made[2], "w", PARAM).copy_(live(made[2], "w", MASTER))
+    store = MemoryStore()
+    report = save_all(made, store)[0]
+    assert report.bytes_derived == 0
+    target = engines(model, layout, 3, filled=False)
+    load_all(target, store)
+    assert torch.equal(live(target[0], "w", MASTER), model.tensors["w", MASTER])
+    assert torch.equal(live(target[2], "w", PARAM), live(made[2], "w", PARAM))
 
 
 def test_a_derivation_that_fails_in_one_element_costs_only_its_chunk():

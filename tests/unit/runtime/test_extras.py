@@ -50,7 +50,9 @@ def load(store: MemoryStore, *extras: dict[str, Any], **options: Any) -> list[An
     return each(run_ranks(comms(len(extras)), lambda r: ckpt.load(made[r], store, extra=extras[r], **options)))
 
 
-@pytest.mark.parametrize("extras", [({"a": 1, "b": 2}, {"b": 2}), ({"b": 2}, {"a": 1, "b": 2}), ({"z": 0}, {"a": 1}, {"a": 1, "z": 0})])
+@pytest.mark.parametrize(
+    "extras", [({"a": 1, "b": 2}, {"b": 2}), ({"b": 2}, {"a": 1, "b": 2}), ({"z": 0}, {"a": 1}, {"a": 1, "z": 0})]
+)
 def test_what_only_some_ranks_pass_shifts_no_other_object_to_a_writer_that_is_not(extras):
     """Each rank counted turns over its own objects only: an object that both held was written by neither."""
     store = MemoryStore()
@@ -129,7 +131,12 @@ def test_a_value_that_cannot_be_stored_is_named_and_nothing_is_left():
 
 def test_large_and_equal_tensors_in_objects(monkeypatch):
     monkeypatch.setattr("ckpt.runtime.extras.CHUNK_BYTES", 100)
-    state = {"big": torch.arange(99.0), "same": torch.arange(99.0), "empty": torch.empty(0, 2), "scalar": torch.tensor(3)}
+    state = {
+        "big": torch.arange(99.0),
+        "same": torch.arange(99.0),
+        "empty": torch.empty(0, 2),
+        "scalar": torch.tensor(3),
+    }
     store = MemoryStore()
     save(store, {"loader": Loader(state)})
     loader = Loader()

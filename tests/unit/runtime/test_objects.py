@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import math
 from collections import OrderedDict, defaultdict, namedtuple
+from contextlib import suppress
 from enum import IntEnum
 from types import MappingProxyType
 from typing import Any
@@ -49,21 +50,48 @@ def same(a: Any, b: Any) -> bool:
     if isinstance(a, list | tuple):
         return len(a) == len(b) and all(map(same, a, b))
     if isinstance(a, dict):
-        return len(a) == len(b) and all(same(k, m) and same(v, w) for (k, v), (m, w) in zip(a.items(), b.items(), strict=True))
+        return len(a) == len(b) and all(
+            same(k, m) and same(v, w) for (k, v), (m, w) in zip(a.items(), b.items(), strict=True)
+        )
     return bool(a == b)
 
 
 hashables = st.recursive(
-    st.one_of(st.none(), st.booleans(), st.integers(-(2**80), 2**80), st.text(max_size=5), st.binary(max_size=5),
-              st.floats(allow_nan=False), st.sampled_from(["$tuple", "$", "$dict", "$tensor"])),
+    st.one_of(
+        st.none(),
+        st.booleans(),
+        st.integers(-(2**80), 2**80),
+        st.text(max_size=5),
+        st.binary(max_size=5),
+        st.floats(allow_nan=False),
+        st.sampled_from(["$tuple", "$", "$dict", "$tensor"]),
+    ),
     lambda inner: st.one_of(st.tuples(inner, inner), st.frozensets(inner, max_size=3)),
     max_leaves=4,
-)  # fmt: skip
+)
 arrays = st.sampled_from(
-    [np.float32(0.1), np.float64("nan"), np.int64(-5), np.bool_(True), np.uint8(255), np.complex64(1 - 2j), np.str_("ü"), np.str_(""),
-     np.bytes_(b"ab"), np.float16(-0.0), np.longdouble("0.1"), np.zeros((0, 3), "f4"), np.array(7), np.arange(6, dtype=">i4").reshape(2, 3).T,
-     np.array(["a", "bcd"]), np.array([b"x", b"yz"]), np.array([True, False]), np.arange(12.0)[::-3], np.ones((2, 2), order="F")]
-)  # fmt: skip
+    [
+        np.float32(0.1),
+        np.float64("nan"),
+        np.int64(-5),
+        np.bool_(True),
+        np.uint8(255),
+        np.complex64(1 - 2j),
+        np.str_("ü"),
+        np.str_(""),
+        np.bytes_(b"ab"),
+        np.float16(-0.0),
+        np.longdouble("0.1"),
+        np.zeros((0, 3), "f4"),
+        np.array(7),
+        np.arange(6, dtype=">i4").reshape(2, 3).T,
+        np.array(["a", "bcd"]),
+        np.array([b"x", b"yz"]),
+        np.array([True, False]),
+        np.arange(12.0)[::-3],
+        np.ones((2, 2), order="F"),
+    ]
+)
 tensors = st.builds(
     numbered, st.sampled_from(sorted(ITEMSIZE)), st.sampled_from([(), (0,), (0, 3), (1,), (2, 3)]), st.integers(0, 9)
 )
@@ -90,14 +118,47 @@ def test_every_tree_comes_back_as_it_was(tree):
 @pytest.mark.parametrize(
     "value",
     [
-        float("nan"), float("inf"), float("-inf"), -0.0, 5e-324, 0.1, 2**63, -(2**64), 10**300, 10**1200, True, 0, "", "\ud800", "\0", None,
-        b"", bytearray(b"\0"), (), [], {}, set(), frozenset(), {1, "a", (2,)}, {None: 1, 2.5: 2, (3,): 3, b"4": 4, True: 5},
-        {"$tuple": [1]}, {"$x": 1, "y": 2}, {"$": {}}, {"a": {"$dict": []}}, [{"$tensor": 0}], complex(float("nan"), -0.0),
-        torch.Size([2, 3]), torch.Size([]), torch.float32, torch.bfloat16, torch.device("cpu"), torch.device("cuda", 3),
+        float("nan"),
+        float("inf"),
+        float("-inf"),
+        -0.0,
+        5e-324,
+        0.1,
+        2**63,
+        -(2**64),
+        10**300,
+        10**1200,
+        True,
+        0,
+        "",
+        "\ud800",
+        "\0",
+        None,
+        b"",
+        bytearray(b"\0"),
+        (),
+        [],
+        {},
+        set(),
+        frozenset(),
+        {1, "a", (2,)},
+        {None: 1, 2.5: 2, (3,): 3, b"4": 4, True: 5},
+        {"$tuple": [1]},
+        {"$x": 1, "y": 2},
+        {"$": {}},
+        {"a": {"$dict": []}},
+        [{"$tensor": 0}],
+        complex(float("nan"), -0.0),
+        torch.Size([2, 3]),
+        torch.Size([]),
+        torch.float32,
+        torch.bfloat16,
+        torch.device("cpu"),
+        torch.device("cuda", 3),
         np.random.RandomState(3).get_state(),
     ],
     ids=lambda v: repr(v)[:30],
-)  # fmt: skip
+)
 def test_single_values(value):
     assert same(there_and_back(value), value)
 
@@ -105,13 +166,18 @@ def test_single_values(value):
 @pytest.mark.parametrize(
     "tensor",
     [
-        torch.arange(12.0).reshape(3, 4).t(), torch.arange(12.0)[::5], torch.tensor(1.5).expand(2, 3), torch.empty(0, 3).t(),
+        torch.arange(12.0).reshape(3, 4).t(),
+        torch.arange(12.0)[::5],
+        torch.tensor(1.5).expand(2, 3),
+        torch.empty(0, 3).t(),
         torch.randn(2, 3, 4, 5, generator=torch.Generator().manual_seed(0)).to(memory_format=torch.channels_last),
-        torch.tensor([1 + 2j, 3 - 4j]).conj(), torch.tensor([1 + 2j, 3 - 4j]).conj().imag, torch.nn.Parameter(torch.ones(2)),
+        torch.tensor([1 + 2j, 3 - 4j]).conj(),
+        torch.tensor([1 + 2j, 3 - 4j]).conj().imag,
+        torch.nn.Parameter(torch.ones(2)),
         torch.arange(1 << 12)[5:7],
     ],
     ids=["transposed", "strided", "stride 0", "empty", "channels last", "conj", "neg", "parameter", "view"],
-)  # fmt: skip
+)
 def test_strided_and_lazy_tensors_come_back_by_value(tensor):
     """Strides ignored at save once scrambled transposed weights; a small view must not carry its whole storage."""
     back = there_and_back({"t": tensor})["t"]
@@ -129,7 +195,7 @@ class Loud(IntEnum):
     ONE = 1
 
 
-Point = namedtuple("Point", "x y")  # noqa: PYI024
+Point = namedtuple("Point", "x y")
 
 
 class Pickled:
@@ -139,10 +205,27 @@ class Pickled:
 
 @pytest.mark.parametrize(
     "value",
-    [Loud.ONE, Point(1, 2), Pickled(), object(), print, len, type, range(3), (i for i in ()), memoryview(b"x"), np.datetime64("2020"),
-     np.array([None]), np.zeros(1, "i4,f4"), torch.empty(2, device="meta"), torch.eye(2).to_sparse(), 10**5000, -(10**4300)],
+    [
+        Loud.ONE,
+        Point(1, 2),
+        Pickled(),
+        object(),
+        print,
+        len,
+        type,
+        range(3),
+        (i for i in ()),
+        memoryview(b"x"),
+        np.datetime64("2020"),
+        np.array([None]),
+        np.zeros(1, "i4,f4"),
+        torch.empty(2, device="meta"),
+        torch.eye(2).to_sparse(),
+        10**5000,
+        -(10**4300),
+    ],
     ids=lambda v: type(v).__name__ + repr(v)[:12] if not isinstance(v, int | torch.Tensor) else type(v).__name__,
-)  # fmt: skip
+)
 def test_what_cannot_be_stored_is_refused_with_its_path(value):
     with pytest.raises(ConfigError, match=r"^extra\['a'\]\[1\]\[2\]: "):
         encode_object({"a": [0, (1, 2, value)]}["a"], "extra['a']")
@@ -168,25 +251,77 @@ def test_the_deepest_tree_that_is_written_can_be_read():
 
 
 HOSTILE = [
-    "", "{", "nul", "[" * 100_000, '{"a":' * 100_000, "1 2", "9" * 5000,
-    '{"$new": 1}', '{"$": 1}', '{"$tensor": 1}', '{"$tensor": -1}', '{"$tensor": true}', '{"$tensor": "0"}', '{"$tensor": 1e400}',
-    '{"$tuple": 5}', '{"$set": [[1]]}', '{"$set": [{}]}', '{"$frozenset": [{"$set": []}]}', '{"$dict": [[[1], 2]]}', '{"$dict": [[1]]}',
-    '{"$dict": 5}', '{"$dict": [5]}', '{"$bytes": 5}', '{"$bytes": "*"}', '{"$bytes": "YQ"}', '{"$bytearray": "ü"}', '{"$float": "x"}',
-    '{"$float": []}', '{"$complex": ["1"]}', '{"$complex": 5}', '{"$complex": ["x", "y"]}', '{"$size": [1e400]}', '{"$size": [%d]}' % 2**70,
-    '{"$size": 3}', '{"$size": ["x"]}', '{"$device": "foo"}', '{"$device": 5}', '{"$device": "cuda:99999999999"}', '{"$device": null}',
-    '{"$device": "cpu\\u0000"}', '{"$dtype": "load"}', '{"$dtype": "torch.load"}', '{"$dtype": "__class__"}', '{"$dtype": 5}', '{"$dtype": ""}',
-    '{"$numpy": []}', '{"$numpy": ["<f4", [1], ""]}', '{"$numpy": ["<f4", [-1], "AAAAAAAAAAA="]}', '{"$numpy": ["<f4", [%d], ""]}' % 2**70,
-    '{"$numpy": ["|O", [1], "AAAAAAAAAAA="]}', '{"$numpy": ["O", [1], "AAAAAAAAAAA="]}', '{"$numpy": ["f4,(", [1], ""]}',
-    '{"$numpy": ["|V4", [1], "AAAAAA=="]}', '{"$numpy": [[["a", "f4"]], [1], "AAAAAA=="]}', '{"$numpy": [{"names": ["a"]}, [1], ""]}',
-    '{"$numpy": [null, [1], "AAAAAAAAAAA="]}', '{"$numpy": ["<f4", [Infinity], ""]}', '{"$numpy": ["<f4", {"a": 1}, "AAAAAA=="]}',
-    '{"$numpy": ["3<f4", [1], "AAAAAAAAAAAAAAAA"]}', '{"$numpy": ["<M8", [1], "AAAAAAAAAAA="]}', '{"$numpy": ["<U999999999", [1], ""]}',
-    '{"$numpy": ["<f99", [1], ""]}', '{"$scalar": ["<f4", [2], ""]}', '{"$numpy": ["<f4", [1], 5]}', '{"$numpy": ["<f4", "1", "AAAAAA=="]}',
-]  # fmt: skip
+    "",
+    "{",
+    "nul",
+    "[" * 100_000,
+    '{"a":' * 100_000,
+    "1 2",
+    "9" * 5000,
+    '{"$new": 1}',
+    '{"$": 1}',
+    '{"$tensor": 1}',
+    '{"$tensor": -1}',
+    '{"$tensor": true}',
+    '{"$tensor": "0"}',
+    '{"$tensor": 1e400}',
+    '{"$tuple": 5}',
+    '{"$set": [[1]]}',
+    '{"$set": [{}]}',
+    '{"$frozenset": [{"$set": []}]}',
+    '{"$dict": [[[1], 2]]}',
+    '{"$dict": [[1]]}',
+    '{"$dict": 5}',
+    '{"$dict": [5]}',
+    '{"$bytes": 5}',
+    '{"$bytes": "*"}',
+    '{"$bytes": "YQ"}',
+    '{"$bytearray": "ü"}',
+    '{"$float": "x"}',
+    '{"$float": []}',
+    '{"$complex": ["1"]}',
+    '{"$complex": 5}',
+    '{"$complex": ["x", "y"]}',
+    '{"$size": [1e400]}',
+    '{"$size": [1180591620717411303424]}',
+    '{"$size": 3}',
+    '{"$size": ["x"]}',
+    '{"$device": "foo"}',
+    '{"$device": 5}',
+    '{"$device": "cuda:99999999999"}',
+    '{"$device": null}',
+    '{"$device": "cpu\\u0000"}',
+    '{"$dtype": "load"}',
+    '{"$dtype": "torch.load"}',
+    '{"$dtype": "__class__"}',
+    '{"$dtype": 5}',
+    '{"$dtype": ""}',
+    '{"$numpy": []}',
+    '{"$numpy": ["<f4", [1], ""]}',
+    '{"$numpy": ["<f4", [-1], "AAAAAAAAAAA="]}',
+    '{"$numpy": ["<f4", [1180591620717411303424], ""]}',
+    '{"$numpy": ["|O", [1], "AAAAAAAAAAA="]}',
+    '{"$numpy": ["O", [1], "AAAAAAAAAAA="]}',
+    '{"$numpy": ["f4,(", [1], ""]}',
+    '{"$numpy": ["|V4", [1], "AAAAAA=="]}',
+    '{"$numpy": [[["a", "f4"]], [1], "AAAAAA=="]}',
+    '{"$numpy": [{"names": ["a"]}, [1], ""]}',
+    '{"$numpy": [null, [1], "AAAAAAAAAAA="]}',
+    '{"$numpy": ["<f4", [Infinity], ""]}',
+    '{"$numpy": ["<f4", {"a": 1}, "AAAAAA=="]}',
+    '{"$numpy": ["3<f4", [1], "AAAAAAAAAAAAAAAA"]}',
+    '{"$numpy": ["<M8", [1], "AAAAAAAAAAA="]}',
+    '{"$numpy": ["<U999999999", [1], ""]}',
+    '{"$numpy": ["<f99", [1], ""]}',
+    '{"$scalar": ["<f4", [2], ""]}',
+    '{"$numpy": ["<f4", [1], 5]}',
+    '{"$numpy": ["<f4", "1", "AAAAAA=="]}',
+]
 
 
 @pytest.mark.parametrize("document", HOSTILE, ids=lambda d: repr(d[:50]))
 def test_a_hostile_document_is_malformed_never_a_crash(document):
-    with pytest.raises(MalformedData, match="^f: "):
+    with pytest.raises(MalformedData, match=r"^f: "):
         decode_object(document.encode("utf-8"), [torch.zeros(1)], "f")
 
 
@@ -202,7 +337,5 @@ def test_a_changed_byte_never_raises_anything_else(tree, at, flip):
     document, tensors_ = encode_object(tree, "x")
     spoiled = bytearray(document)
     spoiled[at % len(spoiled)] ^= flip
-    try:
+    with suppress(MalformedData):
         decode_object(bytes(spoiled), tensors_, "f")
-    except MalformedData:
-        pass

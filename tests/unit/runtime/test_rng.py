@@ -20,9 +20,15 @@ def own_generators():
 
 def draw() -> tuple[object, ...]:
     return (
-        random.random(), random.gauss(0, 1), random.getrandbits(70), float(np.random.rand()), float(np.random.randn()),
-        torch.rand(3).tolist(), torch.randn(1).item(), torch.randperm(9).tolist(),
-    )  # fmt: skip
+        random.random(),
+        random.gauss(0, 1),
+        random.getrandbits(70),
+        float(np.random.rand()),
+        float(np.random.randn()),
+        torch.rand(3).tolist(),
+        torch.randn(1).item(),
+        torch.randperm(9).tolist(),
+    )
 
 
 def test_draws_go_on_where_they_were_after_a_round_trip_through_a_document():
@@ -58,12 +64,19 @@ def test_derived_seeds_differ_and_repeat():
 @pytest.mark.parametrize(
     "change",
     [
-        {"python": None}, {"python": (3, (1, 2), None)}, {"python": (3, (2**70,) * 625, None)}, {"python": (9, (), None)},
-        {"numpy": ("MT19937", np.zeros(3, "u4"), 1, 0, 0.0)}, {"numpy": 5}, {"numpy": ("PCG64",)}, {"torch": torch.zeros(3)},
-        {"torch": "x"}, {"torch": torch.zeros(16, dtype=torch.uint8)},
+        {"python": None},
+        {"python": (3, (1, 2), None)},
+        {"python": (3, (2**70,) * 625, None)},
+        {"python": (9, (), None)},
+        {"numpy": ("MT19937", np.zeros(3, "u4"), 1, 0, 0.0)},
+        {"numpy": 5},
+        {"numpy": ("PCG64",)},
+        {"torch": torch.zeros(3)},
+        {"torch": "x"},
+        {"torch": torch.zeros(16, dtype=torch.uint8)},
     ],
     ids=lambda c: repr(c)[:40],
-)  # fmt: skip
+)
 def test_a_state_that_is_none_is_refused(change):
     with pytest.raises(ConfigError, match="random generator state"):
         restore_rng({**capture_rng(), **change})

@@ -22,7 +22,20 @@ class Recorder:
         self.fail: dict[str, OSError] = {}
         self.write_limit: int | None = None
         fake = SimpleNamespace(**{n: getattr(os, n) for n in dir(os) if not n.startswith("__")})
-        for name in ("open", "write", "fsync", "close", "link", "rename", "replace", "unlink", "mkdir", "preadv", "listdir", "stat"):
+        for name in (
+            "open",
+            "write",
+            "fsync",
+            "close",
+            "link",
+            "rename",
+            "replace",
+            "unlink",
+            "mkdir",
+            "preadv",
+            "listdir",
+            "stat",
+        ):
             setattr(fake, name, self._wrap(name, getattr(os, name)))
         monkeypatch.setattr("ckpt.store.local.os", fake)
 
@@ -114,14 +127,24 @@ def test_a_short_write_is_continued(tmp_path, os_log, how, limit):
 
 
 CODES = [
-    (errno.ENOSPC, StoreFull), (errno.EDQUOT, StoreFull), (errno.EFBIG, StoreFull),
-    (errno.EROFS, AccessDenied), (errno.EACCES, AccessDenied), (errno.EPERM, AccessDenied),
-    (errno.EIO, StoreError), (errno.EMFILE, StoreError), (errno.ENAMETOOLONG, StoreError),
-    (errno.ESTALE, StoreUnavailable), (errno.ETIMEDOUT, StoreUnavailable), (errno.ENOENT, ObjectNotFound),
-]  # fmt: skip
+    (errno.ENOSPC, StoreFull),
+    (errno.EDQUOT, StoreFull),
+    (errno.EFBIG, StoreFull),
+    (errno.EROFS, AccessDenied),
+    (errno.EACCES, AccessDenied),
+    (errno.EPERM, AccessDenied),
+    (errno.EIO, StoreError),
+    (errno.EMFILE, StoreError),
+    (errno.ENAMETOOLONG, StoreError),
+    (errno.ESTALE, StoreUnavailable),
+    (errno.ETIMEDOUT, StoreUnavailable),
+    (errno.ENOENT, ObjectNotFound),
+]
 
 
-@pytest.mark.parametrize(("code", "kind"), CODES, ids=lambda c: errno.errorcode.get(c, "") if isinstance(c, int) else "")
+@pytest.mark.parametrize(
+    ("code", "kind"), CODES, ids=lambda c: errno.errorcode.get(c, "") if isinstance(c, int) else ""
+)
 @pytest.mark.parametrize("call", ["open", "write", "fsync", "close", "rename", "mkdir"])
 def test_an_error_of_the_system_becomes_ours_names_the_key_and_leaves_nothing(tmp_path, os_log, code, kind, call):
     os_log.fail[call] = OSError(code, os.strerror(code))
