@@ -29,7 +29,6 @@ BEAT_SECONDS = 1.0
 NEIGHBOUR_SECONDS = 0.5
 """How often a waiting rank looks whether absent processes of its own host still exist."""
 _ABSENT = "did not arrive"
-_WITHDRAWN = b"0"
 
 
 class KeyValue(Protocol):
@@ -44,11 +43,24 @@ class KeyValue(Protocol):
     def add(self, key: str, amount: int, /) -> int:
         """Add to a counter, atomically; return the sum."""
 
+    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
+        """Set the key if it is absent (``expected`` empty); return what it holds then. Of several, one succeeds."""
+
     def check(self, keys: list[str], /) -> bool:
         """Are all these keys there?"""
 
     def delete_key(self, key: str, /) -> bool:
         """Remove a key."""
+
+
+class _Entry(msgspec.Struct):
+    """How an entry ended: complete, or with the ranks that were not there."""
+
+    complete: bool
+    failures: dict[int, str] = {}
+
+    def text(self) -> str:
+        return msgspec.json.encode(self).decode()
 
 
 class Comm:
@@ -78,7 +90,7 @@ class Comm:
     # -- what an operation is made of -----------------------------------------------------------------------------
 
     def enter(self, name: str, timeout: float | None = None) -> None:
-        """Begin an operation. All ranks must call it; a rank that waits in vain withdraws and raises.
+        """Begin an operation. All ranks must call it; ranks that wait in vain raise, and may call it again.
 
         Raises:
             RankFailure: names the ranks that did not call within ``timeout`` seconds. Nothing was done.
@@ -87,19 +99,19 @@ class Comm:
         self._step = 0
         if self.kv is None:
             return
-        key = f"{self.operation + 1}/enter"
-        self._prepare_entry(key)
         if not self.operation:
             self.kv.set(f"who/{self.rank}", identity().encode())
-        self._arrive(key)
-        deadline = time.monotonic() + self.timeout
-        pause = 0.0005
-        while not self.kv.check([f"{key}/done"]):
-            if time.monotonic() > deadline and self._withdraw(key):
-                raise RankFailure(f"enter {name}", self._not_here(key, name))
-            time.sleep(pause)
-            pause = min(pause * 1.5, 0.02)
-        self.operation += 1
+        gave_up: set[int] = set()
+        while True:
+            key = f"{self.operation + 1}/enter"
+            entry = self._knock(key, name, gave_up)
+            self.operation += 1
+            if entry.complete:
+                break
+            if self.rank not in entry.failures:
+                raise RankFailure(f"enter {name}", entry.failures)
+            # The others gave up before this rank came. They have moved on to the next entry, and so does this rank.
+            gave_up = set(range(self.world)) - entry.failures.keys()
         self._forget_previous()
         self._entered(key)
 
@@ -258,23 +270,30 @@ class Comm:
         self._keys.append(key)
         self.store.set(key, value)
 
-    def _withdraw(self, key: str) -> bool:
-        """Take back the arrival; False if all had arrived after all (the last one came in this very moment)."""
-        kv = self.store
-        if kv.add(f"{key}/count", -1) == self.world - 1:
-            kv.add(f"{key}/count", 1)
-            return False
-        kv.set(f"{key}/{self.rank}", _WITHDRAWN)
-        return True
+    def _knock(self, key: str, name: str, gave_up: set[int]) -> _Entry:
+        """Wait until an entry is complete or has failed; which of the two is decided once, by compare-and-set.
 
-    def _not_here(self, key: str, name: str) -> dict[int, str]:
-        """Return the ranks that never came; if all did, those that had given up before this one."""
-        peers = [r for r in range(self.world) if r != self.rank]
-        absent = [r for r in peers if not self.store.check([f"{key}/{r}"])]
-        if absent:  # others that give up now wait for the same ranks: they are not what is missing
-            return dict.fromkeys(absent, f"did not call ckpt.{name} within {self.timeout:g} s")
-        gone = [r for r in peers if self.store.get(f"{key}/{r}") == _WITHDRAWN]
-        return dict.fromkeys(gone, f"called ckpt.{name} earlier and had given up waiting")
+        A rank that finds an entry which has failed already does not arrive at it.
+        """
+        kv, done = self.store, f"{key}/done"
+        if not kv.check([done]):
+            self._prepare_entry(key)
+            self._put(f"{key}/{self.rank}", b"1")
+            if kv.add(f"{key}/count", 1) == self.world:
+                kv.compare_set(done, "", _Entry(True).text())
+        deadline, pause = time.monotonic() + self.timeout, 0.0005
+        while not kv.check([done]):
+            absent = self._absent(key) if time.monotonic() > deadline else []
+            if absent:
+                late = f"called ckpt.{name} earlier and had given up waiting"
+                missing = f"did not call ckpt.{name} within {self.timeout:g} s"
+                failed = _Entry(False, {r: late if r in gave_up else missing for r in absent})
+                kv.compare_set(done, "", failed.text())
+            time.sleep(pause)
+            pause = min(pause * 1.5, 0.02)
+        if self.rank == 0:
+            self._keys += [f"{key}/{what}" for what in ("count", "done", "groupless")]
+        return msgspec.json.decode(kv.get(done), type=_Entry)
 
     def _forget_previous(self) -> None:
         """Delete this rank's keys of the operation before the last: everybody who is here has left it long ago."""
