@@ -88,6 +88,16 @@ def _is_damage(error: CkptError) -> bool:
     return error.caused_by(*damage) if isinstance(error, RankFailure) else isinstance(error, damage)
 
 
+class _Ready:
+    """What this rank has found and decided before the engine is touched."""
+
+    index: Index
+    catalog: Catalog
+    state: EngineState
+    plan: LoadPlan
+    saved: Saved
+
+
 class _Load:
     """One load on one rank; each phase is a method."""
 
@@ -132,34 +142,29 @@ class _Load:
         return msgspec.msgpack.decode(self.comm.on_root("pick", work), type=list[int])
 
     def run(self, step: int, skipped: tuple[str, ...]) -> LoadReport:
-        comm = self.comm
-        with self.watch.phase("index"):
-            index = comm.run("index", lambda: Repository(self.store).read_index(step))
+        comm, ready = self.comm, _Ready()
         with self.watch.phase("plan"):
-            catalog = Catalog(index.specs, index.parts, index.root.derived, index.root.aliases)
-            state, plan, saved = comm.run("plan", lambda: self._plan(index, catalog))
-            encoded = comm.gather("compare", lambda: msgspec.msgpack.encode(plan.difference))
+            encoded = comm.gather("plan", lambda: self._plan(step, ready))
             ranks = [msgspec.msgpack.decode(data, type=Difference) for data in encoded]
-            missing, unexpected, casts = check_difference(catalog, ranks, strict=self.strict, cast=self.cast)
-            sizes = {pack.key: pack.nbytes for part in index.parts for pack in part.packs}
-            comm.run("check packs", lambda: check_packs(self.store, (*plan.first, *plan.after), sizes))
+            missing, unexpected, casts = check_difference(ready.catalog, ranks, strict=self.strict, cast=self.cast)
+        state, plan, saved = ready.state, ready.plan, ready.saved
         module = self.adapter.module()
         mark_half_loaded(module)
         with self.watch.phase("read"):
             nbytes = comm.run("read", lambda: place_chunks(self.store, plan.first, state.shards, comm.beat))
         with self.watch.phase("finish"):
-            comm.run("refresh", self.adapter.refresh)
-            nbytes += comm.run("read rest", lambda: place_chunks(self.store, plan.after, state.shards, comm.beat))
-            common = comm.run("finish", lambda: self.adapter.finish(saved.engine))
-            returned = comm.run("extra", lambda: give_back(saved, self.extra))
-            own = saved.notes + comm.run("generators", lambda: restore_generators(saved, comm.rank))
+            late = any(one.late for one in ranks)
+            if late:  # otherwise one meeting of all ranks does for everything that is left
+                comm.run("refresh", self.adapter.refresh)
+                nbytes += comm.run("read rest", lambda: place_chunks(self.store, plan.after, state.shards, comm.beat))
+            common, own, returned = comm.run("finish", lambda: self._finish(saved, refresh=not late))
         mark_whole(module)
         for note in own if comm.rank else common + own:  # the engine's notes are the same on all ranks
             log.warning("load of step %d: %s", step, note)
         return LoadReport(
             step=step,
             root=self.store.url,
-            saved_world=index.root.world,
+            saved_world=ready.index.root.world,
             bytes_read=nbytes,
             seconds=self.watch.seconds,
             missing=missing + saved.missing,
@@ -171,21 +176,34 @@ class _Load:
             phases=self.watch.phases,
         )
 
-    def _plan(self, index: Index, catalog: Catalog) -> tuple[EngineState, LoadPlan, Saved]:
-        """Decide everything, and touch nothing of the engine that cannot be left as it is."""
-        state = self.adapter.describe_for_load(catalog.by_fqn())
+    def _plan(self, step: int, ready: _Ready) -> bytes:
+        """Decide everything, and touch nothing of the engine. Returns what the ranks have to compare."""
+        ready.index = index = Repository(self.store).read_index(step)
+        ready.catalog = catalog = Catalog(index.specs, index.parts, index.root.derived, index.root.aliases)
+        ready.state = state = self.adapter.describe_for_load(catalog.by_fqn())
         PieceTable(state.shards)  # checks shapes
         same_world = index.root.world == self.comm.world
-        plan = build_load_plan(
+        ready.plan = plan = build_load_plan(
             catalog,
             [Shard(s.spec, s.box) for s in state.shards],
             state.derived,
             own_copies_of=self.comm.rank if same_world else None,
         )
-        saved = choose_objects(
+        sizes = {pack.key: pack.nbytes for part in index.parts for pack in part.packs}
+        check_packs(self.store, (*plan.first, *plan.after), sizes)
+        ready.saved = choose_objects(
             self.store, index.parts, index.root.world, self.comm.rank, self.comm.world, self.extra, self.strict
         )
-        return state, plan, saved
+        return msgspec.msgpack.encode(plan.difference)
+
+    def _finish(self, saved: Saved, *, refresh: bool) -> tuple[list[str], list[str], dict[str, Any]]:
+        """Return the engine's notes (the same on all ranks), this rank's own notes, and what the user gets back."""
+        if refresh:
+            self.adapter.refresh()
+        common = self.adapter.finish(saved.engine)
+        returned = give_back(saved, self.extra)
+        # Last of all, because everything before may draw from the generators.
+        return common, saved.notes + restore_generators(saved, self.comm.rank), returned
 
 
 def steps(root: Root | None = None) -> list[int]:

@@ -101,7 +101,7 @@ class LoadReport:
     extra: dict[str, Any] = field(default_factory=dict)
     """the ``extra`` of the save: plain values, and the state of objects that were not passed to load"""
     phases: dict[str, float] = field(default_factory=dict)
-    """seconds of this rank by phase: index, plan, read, finish"""
+    """seconds of this rank by phase: plan, read, finish"""
 
     def __str__(self) -> str:
         lines = [f"step {self.step}: {_size(self.bytes_read)} read by this rank in {self.seconds:.2f} s"]

@@ -113,9 +113,8 @@ class _Save:
             job = job_plan(comm, self.layout, hellos)
         attempt = self._begin()
         try:
-            comm.run("see root", lambda: self._see(attempt))
             with self.watch.phase("digest"):
-                mine, payloads = self._digest(job)
+                mine, payloads = self._digest(job, attempt)
             settled = settle(job.plan, mine, payloads)
             divergences = divergences_of(job.plan, settled)
             self._judge(divergences)
@@ -203,9 +202,16 @@ class _Save:
             self.comm.beat()
             time.sleep(0.05)
 
-    def _digest(self, job: JobPlan) -> tuple[Digests, list[bytes]]:
-        mine = self.comm.run("digest", lambda: digest_chunks(job.plan, self.comm.rank, self.pieces, self.comm.beat))
-        return mine, self.comm.gather("exchange digests", lambda: mine.shared(job.plan, self.comm.rank))
+    def _digest(self, job: JobPlan, attempt: Attempt) -> tuple[Digests, list[bytes]]:
+        mine = Digests()
+
+        def work() -> bytes:
+            self._see(attempt)
+            digest_chunks(mine, job.plan, self.comm.rank, self.pieces, self.comm.beat)
+            return mine.shared(job.plan, self.comm.rank)
+
+        payloads = self.comm.gather("digest", work)
+        return mine, payloads
 
     def _write(self, attempt: Attempt, job: JobPlan, mine: Digests, settled: Settled, hellos: list[Hello]) -> Done:
         def keep_all(i: int) -> bool:

@@ -51,6 +51,8 @@ class Difference:
     dtypes: tuple[str, ...]
     unused: frozenset[int]
     """numbers of the checkpoint's specs that this rank does not want"""
+    late: bool
+    """has this rank something to read behind the rebuilding of derived params?"""
 
 
 def check_difference(
@@ -186,7 +188,7 @@ def build_load_plan(
             _add_reads(catalog, source, now, targets, own_copies_of, reads, may_lack=False)
         if later:
             _add_reads(catalog, source, later, targets, own_copies_of, late, may_lack=True)
-    difference = Difference(tuple(missing), tuple(dtypes), unused)
+    difference = Difference(tuple(missing), tuple(dtypes), unused, bool(late))
     return LoadPlan(_in_file_order(reads), _in_file_order(late), sources, difference)
 
 

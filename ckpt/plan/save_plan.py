@@ -46,8 +46,9 @@ class Chunk:
 
     @property
     def name(self) -> str:
-        """Name in a pack; unique within a checkpoint."""
-        return f"{self.spec.fqn}|{self.spec.role}@{','.join(map(str, self.box.offsets))}"
+        """Name in a pack; unique within a checkpoint, whatever characters FQN and role have."""
+        fqn, role = (text.replace("%", "%25").replace("|", "%7C") for text in self.spec.key)
+        return f"{fqn}|{role}@{','.join(map(str, self.box.offsets))}"
 
 
 @dataclass(frozen=True, slots=True)

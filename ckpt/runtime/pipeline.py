@@ -40,9 +40,8 @@ class Digests:
         return b"".join((*held, *(self.casts[i] for i in plan.proving[rank])))
 
 
-def digest_chunks(plan: SavePlan, rank: int, pieces: PieceTable, beat: Callable[[], None]) -> Digests:
-    """Digest every chunk that this rank holds, and the cast of every master that is to prove a param."""
-    out = Digests()
+def digest_chunks(out: Digests, plan: SavePlan, rank: int, pieces: PieceTable, beat: Callable[[], None]) -> None:
+    """Fill ``out``: digest every chunk that this rank holds, and the cast of every master that is to prove a param."""
     for i in plan.held[rank]:
         chunk = plan.chunks[i]
         view = pieces.view(chunk.spec, chunk.box)
@@ -51,7 +50,6 @@ def digest_chunks(plan: SavePlan, rank: int, pieces: PieceTable, beat: Callable[
             master = plan.chunks[plan.proofs[i]].spec
             out.casts[i] = raw_digest(cast_bytes(pieces.view(master, chunk.box), view.dtype))
         beat()
-    return out
 
 
 @dataclass(slots=True)

@@ -21,9 +21,6 @@ if TYPE_CHECKING:
 TEMP = ".tmp-"
 """Prefix of the last part of a temporary file's name: garbage if its writer is dead."""
 
-WRITEBACK_BYTES = 8 << 20
-"""After every so many bytes the kernel is asked to begin writing them out; docs/benchmarks.md has the effect."""
-
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _DENIED = {errno.EACCES, errno.EPERM, errno.EROFS}
 _BUSY = {errno.EAGAIN, errno.EINTR, errno.ESTALE, errno.ETIMEDOUT, errno.EBUSY}
@@ -67,6 +64,7 @@ class LocalStore:
     def __init__(self, root: str) -> None:
         self.root = os.path.abspath(root)
         self.url = self.root
+        self._synced: set[str] = set()
 
     def _path(self, key: str) -> str:
         return os.path.join(self.root, *check_key(key).split("/"))
@@ -104,10 +102,16 @@ class LocalStore:
                 else:
                     self._link(out.temp, path, key)
                 out.published = True
-                # The whole way up: a directory that a crashed process made may not be on the disk yet.
-                while path != self.root:
-                    path = os.path.dirname(path)
-                    _sync_dir(path)
+                _sync_dir(os.path.dirname(path))
+                self._sync_up(os.path.dirname(path))
+
+    def _sync_up(self, path: str) -> None:
+        """Sync the directories above, once each: one that a crashed process made may not be on the disk yet."""
+        while path != self.root:
+            path = os.path.dirname(path)
+            if path not in self._synced:
+                _sync_dir(path)
+                self._synced.add(path)
 
     def _link(self, temp: str, path: str, key: str) -> None:
         """Publish ``temp`` as ``path`` if nothing is there (rename would silently replace what a rival published)."""
@@ -194,7 +198,6 @@ class LocalWriter:
         self.key, self.store = key, store
         self.path = store._path(key)
         self.published = False
-        self.written = self.advised = 0
         with _mapped(key, store.url, "create"):
             parent = store._make_parent(self.path)
             # The name must be unique across hosts; os.urandom, because a save must not move the user's RNG streams.
@@ -207,21 +210,7 @@ class LocalWriter:
         with _mapped(self.key, self.store.url, "write"):
             view = memoryview(data).cast("B")
             while view:
-                count = os.write(self.fd, view)
-                view = view[count:]
-                self.written += count
-            self._begin_writeback()
-
-    def _begin_writeback(self) -> None:
-        """Let the disk work while the next bytes are made: else all of it is left to the fsync at the end.
-
-        On Linux DONTNEED starts the write-out of dirty pages without waiting for it, and drops only clean ones. It is
-        advice: a file system that does not take it loses time, nothing else.
-        """
-        if self.written - self.advised >= WRITEBACK_BYTES and hasattr(os, "posix_fadvise"):
-            with suppress(OSError):
-                os.posix_fadvise(self.fd, self.advised, self.written - self.advised, os.POSIX_FADV_DONTNEED)
-            self.advised = self.written
+                view = view[os.write(self.fd, view) :]
 
     def sync(self) -> None:
         """Bring the bytes to the disk and close."""

@@ -68,7 +68,7 @@ def test_a_chunk_that_serves_two_pieces_is_read_once():
 def test_a_weight_is_found_under_either_name_by_dtype(held, wanted, expected):
     found = plan(catalog(held), wanted)
     assert found.sources[0].role == expected
-    assert found.difference == Difference((), (), frozenset())
+    assert found.difference == Difference((), (), frozenset(), False)
 
 
 def test_a_dtype_is_never_cast_in_silence():
@@ -116,7 +116,7 @@ def test_a_tied_name_finds_the_tensor_in_either_direction():
     cat = catalog([spec("emb"), spec("emb", "exp_avg")], aliases={"head": "emb"})
     found = plan(cat, spec("head"), spec("head", "exp_avg"))
     assert [s.fqn for s in found.sources.values()] == ["emb", "emb"]
-    assert found.difference == Difference((), (), frozenset())
+    assert found.difference == Difference((), (), frozenset(), False)
     assert cat.by_fqn()["head"] == cat.by_fqn()["emb"]
 
 
@@ -138,7 +138,7 @@ def test_a_derived_param_comes_from_the_master_where_it_was_not_stored():
 def test_a_param_that_the_engine_rebuilds_is_never_missing():
     assert plan(
         catalog([spec("w", MASTER)]), spec("w", MASTER), spec("w", PARAM, "bfloat16"), derived={"w"}
-    ).difference == Difference((), (), frozenset())
+    ).difference == Difference((), (), frozenset(), False)
 
 
 def test_each_rank_gets_its_own_copy_where_replicas_differed():

@@ -127,3 +127,14 @@ def test_wire_round_trip_gives_every_rank_its_number():
     for before, after in zip(layouts, decoded, strict=True):
         assert sorted(before.shards) == sorted(after.shards)
         assert sorted(before.derived) == sorted(after.derived)
+
+
+def test_no_two_chunks_share_a_name_whatever_their_tensors_are_called():
+    """A pack is a table by name: two chunks of one name would make the save impossible."""
+    specs = [
+        TensorSpec("a|b", "c", "float32", (2,)),
+        TensorSpec("a", "b|c", "float32", (2,)),
+        TensorSpec("a%7Cb", "c", "float32", (2,)),
+    ]
+    plan = plan_of([RankLayout(0, tuple(Shard(s, Box.whole(s.shape)) for s in specs))])
+    assert len({chunk.name for chunk in plan.chunks}) == 3
