@@ -199,11 +199,11 @@ class RankFailure(CkptError):
         self.step = step
         self.failures = failures
 
-    def caused_by(self, *classes: type[CkptError]) -> bool:
-        """Is every rank's cause an error of one of these classes?"""
+    def caused_by(self, *classes: type[CkptError], but: tuple[type[CkptError], ...] = ()) -> bool:
+        """Is every rank's cause an error of one of these classes, and of none of ``but``?"""
         tree = _tree(CkptError)
         causes = [tree.get(text.partition(":")[0]) for text in self.failures.values()]
-        return all(cause is not None and issubclass(cause, classes) for cause in causes)
+        return all(cause is not None and issubclass(cause, classes) and not issubclass(cause, but) for cause in causes)
 
 
 def _tree(root: type[CkptError]) -> dict[str, type[CkptError]]:
@@ -211,6 +211,18 @@ def _tree(root: type[CkptError]) -> dict[str, type[CkptError]]:
     for child in root.__subclasses__():
         found.update(_tree(child))
     return found
+
+
+def is_damage(error: CkptError) -> bool:
+    """Does ``error``, met while a checkpoint was read, mean that it is damaged, rather than out of reach for now?
+
+    A store that refuses for good (a directory in place of a file, an unreadable sector) is damage; one that is busy, or
+    that another user could read, is not. Of a :class:`RankFailure` every rank's cause must be damage.
+    """
+    damage, other = (FormatError, IntegrityError, StoreError), (AccessDenied, ObjectExists, StoreFull, StoreUnavailable)
+    if isinstance(error, RankFailure):
+        return error.caused_by(*damage, but=other)
+    return isinstance(error, damage) and not isinstance(error, other) and not getattr(error, "transient", False)
 
 
 def to_wire(error: BaseException) -> dict[str, object]:

@@ -12,23 +12,24 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ckpt.engine.find import adapter_for
-from ckpt.errors import CkptError, FormatError, IntegrityError, NoSuchCheckpoint, RankFailure
+from ckpt.errors import CkptError, LayoutError, MissingState, NoSuchCheckpoint, is_damage
 from ckpt.layout.spec import Shard
 from ckpt.plan.load_plan import Catalog, Difference, LoadPlan, build_load_plan, check_difference
 from ckpt.repo.repository import Index, Repository, checked_step
 from ckpt.report import LoadReport, Stopwatch
 from ckpt.runtime.agree import Hello, exchange_hellos
-from ckpt.runtime.comm import Comm, communicator
 from ckpt.runtime.guard import mark_half_loaded, mark_whole
 from ckpt.runtime.pieces import PieceTable
 from ckpt.runtime.reading import check_packs, place_chunks
 from ckpt.runtime.revive import Saved, choose_objects, give_back, restore_generators
+from ckpt.runtime.torch_comm import communicator
 from ckpt.store.open import Root, default_root, open_store
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from ckpt.engine.base import EngineAdapter, EngineState
+    from ckpt.runtime.comm import Comm
     from ckpt.store.base import Store
 
 log = logging.getLogger("ckpt")
@@ -61,6 +62,7 @@ def load(
     Raises:
         NoSuchCheckpoint: the root holds none, or not this step.
         MissingState: missing or unexpected state (with ``strict``), or a dtype that differs (without ``cast``).
+        LayoutError: a tensor of another shape, or (with ``strict``) optimizer groups that were cut differently.
         IntegrityError, FormatError: damage, named by tensor and file; :class:`RankFailure` if only some ranks met it.
 
     An error before the first byte is placed leaves the engine as it was. After one that comes later the engine refuses
@@ -68,24 +70,19 @@ def load(
     """
     watch = Stopwatch()
     comm = communicator()
-    comm.enter("load", timeout)
-    one = _Load(comm, watch, engine, default_root(root), step, extra, strict, cast)
-    one.agree(fallback)
-    skipped: list[str] = []
-    for candidate in one.candidates(fallback):
-        try:
-            return one.run(candidate, tuple(skipped))
-        except CkptError as error:
-            if not fallback or not _is_damage(error):
-                raise
-            skipped.append(f"step {candidate}: {error}")
-            log.warning("step %d is damaged, falling back to the one before: %s", candidate, error)
-    raise NoSuchCheckpoint("no checkpoint is whole: " + "; ".join(skipped))
-
-
-def _is_damage(error: CkptError) -> bool:
-    damage = (IntegrityError, FormatError)
-    return error.caused_by(*damage) if isinstance(error, RankFailure) else isinstance(error, damage)
+    with comm.joint("load", timeout):
+        one = _Load(comm, watch, engine, default_root(root), step, extra, strict, cast)
+        one.agree(fallback)
+        skipped: list[str] = []
+        for candidate in one.candidates(fallback):
+            try:
+                return one.run(candidate, tuple(skipped))
+            except CkptError as error:
+                if not fallback or not is_damage(error):
+                    raise
+                skipped.append(f"step {candidate}: {error}")
+                log.warning("step %d is damaged, falling back to the one before: %s", candidate, error)
+        raise NoSuchCheckpoint("no checkpoint is whole: " + "; ".join(skipped))
 
 
 class _Ready:
@@ -158,6 +155,7 @@ class _Load:
                 comm.run("refresh", self.adapter.refresh)
                 nbytes += comm.run("read rest", lambda: place_chunks(self.store, plan.after, state.shards, comm.beat))
             common, own, returned = comm.run("finish", lambda: self._finish(saved, refresh=not late))
+        common += _on_divergences(ready.index, same_world=ready.index.root.world == comm.world)
         mark_whole(module)
         for note in own if comm.rank else common + own:  # the engine's notes are the same on all ranks
             log.warning("load of step %d: %s", step, note)
@@ -194,7 +192,23 @@ class _Load:
         ready.saved = choose_objects(
             self.store, index.parts, index.root.world, self.comm.rank, self.comm.world, self.extra, self.strict
         )
+        self._compare(ready.saved)
         return msgspec.msgpack.encode(plan.difference)
+
+    def _compare(self, saved: Saved) -> None:
+        found = self.adapter.compare(saved.engine)
+        if self.strict and found.conflicts:
+            lines = (*found.conflicts, *(f"missing: {m}" for m in found.missing))
+            lines += tuple(f"unexpected: {u}" for u in found.unexpected)
+            raise LayoutError("checkpoint and engine arrange their state differently; see strict=False", lines)
+        if self.strict and (found.missing or found.unexpected):
+            raise MissingState(
+                "checkpoint and engine do not hold the same state; pass strict=False to go on without",
+                found.missing,
+                found.unexpected,
+            )
+        saved.missing += found.missing
+        saved.unexpected += found.unexpected
 
     def _finish(self, saved: Saved, *, refresh: bool) -> tuple[list[str], list[str], dict[str, Any]]:
         """Return the engine's notes (the same on all ranks), this rank's own notes, and what the user gets back."""
@@ -204,6 +218,18 @@ class _Load:
         returned = give_back(saved, self.extra)
         # Last of all, because everything before may draw from the generators.
         return common, saved.notes + restore_generators(saved, self.comm.rank), returned
+
+
+def _on_divergences(index: Index, *, same_world: bool) -> list[str]:
+    """Return a note on tensors whose replicas differed at the save, where a rank does not get its own copy back."""
+    if not index.root.divergences:
+        return []
+    apart = {index.specs[c.spec].key for part in index.parts for c in part.chunks if c.ranks} if same_world else set()
+    names = sorted({f"{d.fqn} ({d.role})" for d in index.root.divergences if (d.fqn, d.role) not in apart})
+    if not names:
+        return []
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return [f"replicas differed at the save, all ranks have got the copy that was kept: {', '.join(names[:5])}{more}"]
 
 
 def steps(root: Root | None = None) -> list[int]:

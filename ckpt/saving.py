@@ -17,24 +17,25 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ckpt.engine.find import adapter_for
-from ckpt.errors import CheckpointExists, ConfigError, ReplicaDivergence, SplitRoot
+from ckpt.errors import CheckpointExists, ConfigError, RankFailure, ReplicaDivergence, SplitRoot
 from ckpt.format.digest import from_raw
 from ckpt.format.manifest import VERSION, CommitBody, Divergence, IndexRoot
 from ckpt.layout.spec import BUFFER, RankLayout, Shard
 from ckpt.repo.repository import Repository, attempt_prefix, checked_step
 from ckpt.report import SaveReport, Stopwatch
 from ckpt.runtime.agree import Hello, JobPlan, cached_layout, exchange_hellos, job_plan, layout_digest
-from ckpt.runtime.comm import Comm, communicator
 from ckpt.runtime.extras import Item, collect, owned_items
 from ckpt.runtime.guard import check_whole
 from ckpt.runtime.pieces import PieceTable
 from ckpt.runtime.pipeline import Digests, Settled, digest_chunks, outputs_of, settle
+from ckpt.runtime.torch_comm import communicator
 from ckpt.runtime.writing import Attempt, Content, Done, divergences_of, write_own
 from ckpt.store.open import Root, default_root, open_store
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from ckpt.runtime.comm import Comm
     from ckpt.store.base import Store
 
 log = logging.getLogger("ckpt")
@@ -62,6 +63,7 @@ def save(
         root: path or ``file://`` URL of the repository; default ``CKPT_ROOT``, else ``./checkpoints``.
         step: number of the checkpoint; default: the engine's count of optimizer steps.
         extra: name -> object with ``state_dict``/``load_state_dict`` (a data loader), or a plain JSON-able value.
+            A mapping inside of one comes back as a plain dict, whatever its class.
         overwrite: replace the step if it is committed already; otherwise that is an error.
         on_divergence: what to do if ranks that should hold the same bytes do not: ``"warn"`` (log, record in the
             checkpoint, keep the majority's copy, and every copy of a buffer), ``"error"``, or ``"keep-all"``.
@@ -74,12 +76,13 @@ def save(
         RankFailure: a step failed on some ranks, or some did not call; the same error on every rank.
         ConfigError, LayoutError, StoreError, CheckpointExists: the same cause on every rank.
 
-    After an error nothing is committed, the previous steps are untouched, and training can go on.
+    After an error nothing is committed, the previous steps are untouched, and training can go on. The one exception is
+    a :class:`RankFailure` in step ``commit``: rank 0 was lost while it published, and the step may be there or not.
     """
     watch = Stopwatch()
     comm = communicator()
-    comm.enter("save", timeout)
-    return _Save(comm, watch, engine, default_root(root), step, extra, overwrite, on_divergence).run()
+    with comm.joint("save", timeout):
+        return _Save(comm, watch, engine, default_root(root), step, extra, overwrite, on_divergence).run()
 
 
 class _Save:
@@ -128,7 +131,12 @@ class _Save:
             encoded = comm.gather("written", lambda: msgspec.msgpack.encode(own))
             done = [msgspec.msgpack.decode(data, type=Done) for data in encoded]
             totals = _totals(job, done, divergences)
-            size = comm.on_root("commit", lambda: self._commit(attempt, job, hellos[0], done, divergences, totals))
+            try:
+                size = comm.on_root("commit", lambda: self._commit(attempt, job, hellos[0], done, divergences, totals))
+            except RankFailure as error:
+                # Rank 0 was lost while it published: nobody can know how far it came.
+                doubt = "the step may be there all the same, ckpt.latest tells"
+                raise RankFailure("commit", {r: f"{text}; {doubt}" for r, text in error.failures.items()}) from error
         return SaveReport(
             step=self.step,
             root=self.store.url,
@@ -245,6 +253,7 @@ class _Save:
         for rank, one in enumerate(done):
             for key, nbytes in ((one.part.key, one.part.nbytes), *((p.key, p.nbytes) for p in one.packs)):
                 size = self.store.size(key)
+                self.comm.beat()
                 if size != nbytes:
                     raise SplitRoot(
                         f"{key}: rank {rank} wrote {nbytes} bytes, rank 0 finds "

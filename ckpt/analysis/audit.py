@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Hashable, Mapping, Sequence
 
     import numpy.typing as npt
 
@@ -31,16 +31,24 @@ class Verdict:
         return len(self.copies) == 1
 
 
-def judge(digests: Mapping[int, bytes], planned_owner: int) -> Verdict:
+def elect(contents: Mapping[int, Hashable]) -> int:
+    """Return the rank whose content is kept: the lowest of a majority of more than half, else the lowest of all."""
+    sides: dict[Hashable, list[int]] = {}
+    for rank in sorted(contents):
+        sides.setdefault(contents[rank], []).append(rank)
+    return next((ranks[0] for ranks in sides.values() if 2 * len(ranks) > len(contents)), min(contents))
+
+
+def judge(digests: Mapping[int, bytes], planned_owner: int, keep: int | None = None) -> Verdict:
     """Compare the digests of one chunk over its holders (rank -> raw digest).
 
-    The majority's bytes are kept; without a majority of more than half, the lowest rank's. The planned owner writes
+    The bytes of rank ``keep`` are kept, by default those of the rank that :func:`elect` names. The planned owner writes
     them if it has them, otherwise the lowest rank that does.
     """
     copies: dict[bytes, list[int]] = {}
     for rank in sorted(digests):
         copies.setdefault(digests[rank], []).append(rank)
-    kept = next((d for d, ranks in copies.items() if 2 * len(ranks) > len(digests)), digests[min(digests)])
+    kept = digests[elect(digests) if keep is None else keep]
     owner = planned_owner if planned_owner in copies[kept] else copies[kept][0]
     return Verdict(kept, owner, {d: tuple(ranks) for d, ranks in copies.items()})
 

@@ -7,23 +7,46 @@ JSON document, for errors too.
 from __future__ import annotations
 
 import functools
+import io
+import itertools
 import json
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
 from ckpt.cli import render
-from ckpt.errors import CkptError, IntegrityError, NoSuchCheckpoint
+from ckpt.errors import CkptError, ConfigError, IntegrityError, NoSuchCheckpoint
 from ckpt.repo.repository import MARKER, Repository
 from ckpt.repo.verify import verify as check
 from ckpt.store.open import open_store
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+class Program(click.Group):
+    """The group of all commands, whose output is safe on any terminal and, if asked for, JSON even for wrong usage."""
+
+    def main(self, args: Sequence[str] | None = None, *rest: Any, **options: Any) -> NoReturn:
+        """Run and exit; see :meth:`click.Command.main`."""
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, io.TextIOWrapper):  # a name may hold what the terminal's encoding does not have
+                stream.reconfigure(errors="backslashreplace")
+        arguments = list(sys.argv[1:] if args is None else args)
+        try:
+            code = super().main(arguments, *rest, **{**options, "standalone_mode": False})
+        except click.ClickException as error:
+            code = error.exit_code
+            if "--json" in itertools.takewhile(lambda argument: argument != "--", arguments):
+                print_error(ConfigError.__name__, error.format_message(), code)
+            error.show()
+        except click.Abort:
+            code = 1
+        sys.exit(code)
+
+
+@click.group(cls=Program, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="ckpt")
 def cli() -> None:
     """Look into checkpoint repositories: ROOT is a path or URL."""
@@ -41,18 +64,22 @@ def command(body: Callable[..., int]) -> Callable[..., None]:
             code = body(Repository(open_store(root)), as_json, **options)
         except CkptError as error:
             code = error.exit_code
-            problem = {"type": type(error).__name__, "message": str(error), "exit_code": code}
             if as_json:
-                print_json({"error": problem})
-            click.echo(f"{problem['type']}: {error}", err=True)
+                print_error(type(error).__name__, str(error), code)
+            click.echo(f"{type(error).__name__}: {render.visible(str(error))}", err=True)
         sys.exit(code)
 
     return run
 
 
 def print_json(document: Any) -> None:
-    """Print one JSON document to standard output."""
-    click.echo(json.dumps(document, indent=2, ensure_ascii=False))
+    """Print one JSON document to standard output, in ASCII: no name can fail to print, or reach the terminal raw."""
+    click.echo(json.dumps(document, indent=2))
+
+
+def print_error(kind: str, message: str, code: int) -> None:
+    """Print the JSON document of a command that failed."""
+    print_json({"error": {"type": kind, "message": message, "exit_code": code}})
 
 
 step_option = click.option("--step", type=click.IntRange(min=0), help="Default: the newest committed step.")

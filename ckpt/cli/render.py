@@ -84,19 +84,33 @@ def describe(index: Index) -> dict[str, Any]:
     }
 
 
+def visible(text: str) -> str:
+    r"""Return ``text`` on one line, without what a terminal acts upon or cannot show: names are of anybody's making.
+
+    >>> print(visible("a\nb\x1b[31m\x9bü × \u202e\udcff"))
+    a\nb\x1b[31m\x9bü × \u202e\udcff
+    """
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def shown(text: str, style: str = "") -> Text:
+    """Return text as a piece of a table or a line, never as markup."""
+    return Text(visible(text), style)
+
+
 def print_list(rows: Sequence[dict[str, Any]], unfinished: Sequence[int]) -> None:
     """Print the table of ``ls``."""
     heads = ("step", "created", "engine", "ranks", "unique", "written", "reused", "note")
     table = new_table(heads, right=("step", "ranks", "unique", "written", "reused"))
     for row in rows:
         if "error" in row:
-            table.add_row(str(row["step"]), *[""] * 6, Text(row["error"], "red"))
+            table.add_row(shown(str(row["step"])), *[""] * 6, shown(row["error"], "red"))
             continue
         sizes = (size(row.get(name, 0)) for name in ("bytes_unique", "bytes_written", "bytes_reused"))
         diverging = row.get("divergences", 0)
-        note = Text(f"{diverging} diverging replica(s)", "yellow") if diverging else Text()
+        note = shown(f"{diverging} diverging replica(s)", "yellow") if diverging else Text()
         head = (str(row["step"]), row["created"], row["engine"], str(row["world"]))
-        table.add_row(*map(Text, (*head, *sizes)), note)
+        table.add_row(*map(shown, (*head, *sizes)), note)
     out = console()
     out.print(table if rows else "no committed checkpoint")
     if unfinished:
@@ -107,31 +121,31 @@ def print_checkpoint(document: dict[str, Any]) -> None:
     """Print the tables of ``show``."""
     out, commit = console(), document["commit"]
     software = ", ".join(f"{name} {version}" for name, version in sorted(commit["software"].items()))
-    out.print(Text(f"step {commit['step']}, attempt {commit['attempt']}, saved {commit['created']}"))
-    out.print(Text(f"by {commit['world']} rank(s) of {commit['engine']} ({software})"))
-    out.print(Text(", ".join(f"{name.replace('_', ' ')} {amount(name, n)}" for name, n in commit["totals"].items())))
+    out.print(shown(f"step {commit['step']}, attempt {commit['attempt']}, saved {commit['created']}"))
+    out.print(shown(f"by {commit['world']} rank(s) of {commit['engine']} ({software})"))
+    out.print(shown(", ".join(f"{name.replace('_', ' ')} {amount(name, n)}" for name, n in commit["totals"].items())))
 
     table = new_table(("tensor", "role", "dtype", "shape", "size", "stored"), right=("size",))
     for tensor in document["tensors"]:
         shape = "×".join(map(str, tensor["shape"])) or "scalar"
         cells = (tensor["fqn"], tensor["role"], tensor["dtype"], shape, size(tensor["nbytes"]), how_stored(tensor))
-        table.add_row(*map(Text, cells))
+        table.add_row(*map(shown, cells))
     out.print(table)
 
     if document["aliases"]:
         table = new_table(("tied name", "is stored as"))
         for alias, name in document["aliases"].items():
-            table.add_row(Text(alias), Text(name))
+            table.add_row(shown(alias), shown(name))
         out.print(table)
     if document["objects"]:
         table = new_table(("object", "kind", "size", "equal on ranks"), right=("size",))
         for entry in document["objects"]:
-            table.add_row(*map(Text, (entry["name"], entry["kind"], size(entry["nbytes"]), spans(entry["ranks"]))))
+            table.add_row(*map(shown, (entry["name"], entry["kind"], size(entry["nbytes"]), spans(entry["ranks"]))))
         out.print(table)
     for divergence in document["divergences"]:
         sides = "; ".join(f"{digest} on rank(s) {spans(ranks)}" for digest, ranks in divergence["copies"].items())
         where = f"{divergence['fqn']} ({divergence['role']}) at {divergence['offsets']}+{divergence['sizes']}"
-        out.print(Text(f"replicas differ: {where}: {sides}; kept {divergence['kept']}", "yellow"))
+        out.print(shown(f"replicas differ: {where}: {sides}; kept {divergence['kept']}", "yellow"))
 
 
 def verification(result: Verification) -> dict[str, Any]:
@@ -149,7 +163,7 @@ def print_verification(result: Verification) -> None:
         table = new_table((title, "file", "what"))
         for finding in found:
             where = "" if finding.step is None else f"step {finding.step}"
-            table.add_row(Text(where, style), Text(finding.key), Text(finding.message))
+            table.add_row(shown(where, style), shown(finding.key), shown(finding.message))
         out.print(table)
     checked = (
         f"checked step {', '.join(map(str, result.steps))}" if result.steps else "no committed checkpoint to check"
@@ -157,7 +171,7 @@ def print_verification(result: Verification) -> None:
     out.print(f"{checked}: {result.tensors} tensors, {result.chunks} chunks, {size(result.bytes_read)} read")
     if result.garbage_bytes:
         out.print(f"{size(result.garbage_bytes)} of garbage")
-    out.print(Text("DAMAGED", "bold red") if result.damaged else Text("no damage", "green"))
+    out.print(shown("DAMAGED", "bold red") if result.damaged else shown("no damage", "green"))
 
 
 def new_table(heads: Sequence[str], right: Sequence[str] = ()) -> Table:

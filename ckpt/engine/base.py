@@ -48,12 +48,25 @@ class EngineState:
     objects: dict[str, Any] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class Mismatch:
+    """How the engine's ``objects`` and a checkpoint's differ, one line each, the same on all ranks of the job.
+
+    ``missing``: the engine has it, the checkpoint does not. ``unexpected``: the reverse. ``conflicts``: both hold it,
+    but arranged so that it cannot be carried over as it was.
+    """
+
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+    conflicts: tuple[str, ...] = ()
+
+
 @runtime_checkable
 class EngineAdapter(Protocol):
     """One live engine on one rank.
 
-    A load calls, on all ranks alike: ``describe_for_load`` → (tensors are written into the shards' memory) →
-    ``refresh`` → (stored, non-derived ``param`` pieces are written) → ``finish``.
+    A load calls, on all ranks alike: ``describe_for_load`` → ``compare`` → (tensors are written into the shards'
+    memory) → ``refresh`` → (stored, non-derived ``param`` pieces are written) → ``finish``.
     """
 
     kind: str
@@ -67,7 +80,7 @@ class EngineAdapter(Protocol):
 
         Raises:
             UnsupportedLayout: a tensor cannot be expressed; the message names it.
-            ConfigError: the engine is between two micro-steps of a gradient accumulation window.
+            ConfigError: gradients are pending: the engine is between a backward pass and the step that uses it.
         """
 
     def describe_for_load(self, saved: SavedSpecs) -> EngineState:
@@ -76,6 +89,13 @@ class EngineAdapter(Protocol):
         Optimizer state that a fresh engine does not have yet is allocated beside it, with the roles and dtypes that
         ``saved`` names, and handed over in :meth:`refresh`; state that ``saved`` lacks altogether (a checkpoint from
         before the first step) is dropped there.
+        """
+
+    def compare(self, objects: Mapping[str, Any]) -> Mismatch:
+        """Return what :meth:`finish` could not put back of ``objects``, while the load can still be refused.
+
+        No collective, no change of the engine. With ``strict`` a load ends here if there is anything; otherwise
+        :meth:`finish` is called with the same objects and has to make the best of them.
         """
 
     def refresh(self) -> None:

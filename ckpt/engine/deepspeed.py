@@ -1,7 +1,8 @@
 """The adapter for ``deepspeed.DeepSpeedEngine``: ZeRO 0–3, fp32, bf16 and fp16, optimizer and parameters on GPU or CPU.
 
 DeepSpeed itself is never imported: its classes are recognized by name. Where state lives is in ``deepspeed_layout``,
-optimizer state in ``deepspeed_state``, plain values in ``deepspeed_objects``, what is refused in ``deepspeed_refuse``.
+optimizer state in ``deepspeed_state``, its groups in ``deepspeed_groups``, plain values in ``deepspeed_objects``, what
+is refused in ``deepspeed_refuse``.
 """
 
 from __future__ import annotations
@@ -22,8 +23,13 @@ from ckpt.engine.deepspeed_layout import (
     rebuild_low_precision,
     relink_state,
 )
-from ckpt.engine.deepspeed_objects import capture_objects, restore_objects
-from ckpt.engine.deepspeed_refuse import check_tensor, refuse_mid_accumulation, refuse_unsupported
+from ckpt.engine.deepspeed_objects import capture_objects, compare_objects, restore_objects
+from ckpt.engine.deepspeed_refuse import (
+    check_tensor,
+    refuse_mid_accumulation,
+    refuse_pending_gradients,
+    refuse_unsupported,
+)
 from ckpt.engine.deepspeed_state import StateLoad, state_shards
 from ckpt.errors import ConfigError
 from ckpt.layout.box import Box
@@ -34,14 +40,16 @@ if TYPE_CHECKING:
 
     import torch
 
-    from ckpt.engine.base import SavedSpecs
+    from ckpt.engine.base import Mismatch, SavedSpecs
 
 
 class DeepSpeedAdapter:
     """One ``DeepSpeedEngine`` on one rank; see :class:`ckpt.engine.base.EngineAdapter`.
 
     Every shard's tensor is a view of the engine's own memory, so a load changes no ``data_ptr`` of a parameter, master
-    or moment. The exception is a scalar of the optimizer state (``step``), which :meth:`finish` puts back.
+    or moment. The exceptions: a scalar of the optimizer state (``step``), which :meth:`finish` puts back, and under
+    ZeRO-3 the gathered copies of persistent parameters, whose memory is DeepSpeed's to move (its own steps do): there
+    it is the partitions (``ds_tensor``), masters and moments that stay where they are.
     """
 
     kind = "deepspeed"
@@ -64,7 +72,7 @@ class DeepSpeedAdapter:
 
         Raises:
             UnsupportedLayout: a feature, parameter, buffer or state entry that cannot be expressed; it is named.
-            ConfigError: gradients of a half-done accumulation window are pending.
+            ConfigError: gradients are pending, of a half-done accumulation window or before its step.
         """
         state, named, partitions = self._survey()
         inner = inner_optimizer(self._engine.optimizer)
@@ -89,6 +97,12 @@ class DeepSpeedAdapter:
             state.shards += self._loading.prepare(partition)
         return state
 
+    def compare(self, objects: Mapping[str, Any]) -> Mismatch:
+        """Return what is stepped on one side only or in other groups, and modules whose extra state is."""
+        named, aliases = name_parameters(self._engine.module)
+        partitions = partitions_of(self._engine.optimizer, named)
+        return compare_objects(self._engine, partitions, named, aliases, objects)
+
     def refresh(self) -> None:
         """Hand over new optimizer state and rebuild the parameters from the masters. A collective under ZeRO-1 and 2.
 
@@ -103,7 +117,7 @@ class DeepSpeedAdapter:
         """Put back optimizer scalars, hyperparameters, counters, scheduler and loss scaler. A collective under ZeRO-3.
 
         Raises:
-            LayoutError: the optimizer's groups, or scalars of parameters that share a partition, do not fit together.
+            LayoutError: scalars of parameters that share a partition do not fit together.
         """
         if self._loading is None:
             raise ConfigError("finish() without describe_for_load(): nothing is being loaded")
@@ -111,10 +125,10 @@ class DeepSpeedAdapter:
         optimizer = self._engine.optimizer
         # First: whatever fails below may fail on some ranks only, and they must not leave the others in a collective.
         after_writing(optimizer)
-        named, _ = name_parameters(self._engine.module)
+        named, aliases = name_parameters(self._engine.module)
         partitions = partitions_of(optimizer, named)
         notes = loading.finish()
-        notes += restore_objects(self._engine, partitions, objects)
+        notes += restore_objects(self._engine, partitions, aliases, objects)
         relink_state(optimizer, all(loading.inner.state.get(p.key) for p in partitions))
         return notes
 
@@ -123,6 +137,8 @@ class DeepSpeedAdapter:
         refuse_mid_accumulation(self._engine)
         named, aliases = name_parameters(self._engine.module)
         partitions = partitions_of(self._engine.optimizer, named)
+        stepped = {fqn for partition in partitions for fqn in partition.members}
+        refuse_pending_gradients(self._engine, [entry.param for entry in named.values() if entry.fqn in stepped])
         state = EngineState(aliases=aliases)
         state.derived = {fqn for partition in partitions if partition.separate for fqn in partition.members}
         state.shards += _buffer_shards(self._engine.module, aliases)

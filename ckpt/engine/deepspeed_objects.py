@@ -11,23 +11,21 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ckpt.engine.deepspeed_layout import inner_optimizer
+from ckpt.engine.base import Mismatch
+from ckpt.engine.deepspeed_groups import capture_groups, class_name, match_groups, restore_groups
+from ckpt.engine.deepspeed_layout import clean_name, inner_optimizer
 from ckpt.engine.deepspeed_refuse import ask
-from ckpt.errors import LayoutError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
-    from ckpt.engine.deepspeed_layout import Partition
+    from ckpt.engine.deepspeed_layout import Named, Partition
 
 _COUNTERS = (
     "global_steps", "global_samples", "micro_steps", "skipped_steps", "_step_applied", "_unmanaged_backward_count",
 )  # fmt: skip
 
 _FLAGS = ("overflow", "custom_loss_scaler", "external_loss_scale")
-
-_KERNEL_CHOICES = frozenset({"foreach", "fused", "capturable", "differentiable"})
-"""Group options that say how a step is computed, not what it computes: they belong to the machine at hand."""
 
 _SCALER_MOVES = {"cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis"}
 
@@ -41,34 +39,74 @@ _SCALER_SETTINGS = {
 def capture_objects(engine: Any, partitions: list[Partition]) -> dict[str, Any]:
     """Return what :func:`restore_objects` puts back: plain Python values, and group options that are tensors."""
     optimizer, scheduler = engine.optimizer, engine.lr_scheduler
-    return {
+    found = {
         "engine": {name: getattr(engine, name) for name in _COUNTERS if hasattr(engine, name)},
         "setup": _setup(engine),
-        "optimizer": _capture_groups(inner_optimizer(optimizer), partitions),
-        "scheduler": None if scheduler is None else {"class": _class(scheduler), "state": scheduler.state_dict()},
+        "optimizer": capture_groups(inner_optimizer(optimizer), partitions),
+        "scheduler": None if scheduler is None else {"class": class_name(scheduler), "state": scheduler.state_dict()},
         "loss_scaler": _capture_scaler(optimizer),
         "flags": {name: _plain_flag(getattr(optimizer, name)) for name in _FLAGS if hasattr(optimizer, name)},
     }
+    modules = {name: module.get_extra_state() for name, module in _stateful_modules(engine.module).items()}
+    if modules:
+        found["modules"] = modules
+    random_ltd = getattr(engine, "random_ltd_scheduler", None)
+    if random_ltd is not None:
+        found["random_ltd"] = random_ltd.state_dict()
+    return found
 
 
-def restore_objects(engine: Any, partitions: list[Partition], objects: Mapping[str, Any]) -> list[str]:
-    """Put ``objects`` back and return notes about what could not be.
+def compare_objects(
+    engine: Any, partitions: list[Partition], named: Mapping[int, Named], aliases: Mapping[str, str], saved: Any
+) -> Mismatch:
+    """Return what :func:`restore_objects` could not put back of ``saved``."""
+    inner = inner_optimizer(engine.optimizer)
+    here, there = _stateful_modules(engine.module).keys(), saved.get("modules", {}).keys()
+    missing = [f"extra state of module {name!r}" for name in sorted(here - there)]
+    unexpected = [f"extra state of module {name!r}" for name in sorted(there - here)]
+    conflicts: tuple[str, ...] = ()
+    if inner is not None and "optimizer" in saved:
+        match = match_groups(inner, partitions, saved["optimizer"], aliases)
+        trained = {entry.fqn for entry in named.values() if entry.param.requires_grad}
+        missing += [f"optimizer state of {fqn!r}" for fqn in match.added if fqn in trained]
+        unexpected += [f"optimizer state of {fqn!r}" for fqn in match.removed]
+        conflicts = match.conflicts
+    return Mismatch(tuple(missing), tuple(unexpected), conflicts)
 
-    Raises:
-        LayoutError: the optimizer's groups hold other parameters than the checkpoint's.
-    """
+
+def restore_objects(
+    engine: Any, partitions: list[Partition], aliases: Mapping[str, str], objects: Mapping[str, Any]
+) -> list[str]:
+    """Put ``objects`` back and return notes about what could not be."""
     notes: list[str] = []
     optimizer = engine.optimizer
     inner = inner_optimizer(optimizer)
+    sources: Sequence[int | None] = ()
     if inner is not None and objects.get("optimizer"):
-        notes += _restore_groups(inner, partitions, objects["optimizer"])
+        match = match_groups(inner, partitions, objects["optimizer"], aliases)
+        sources = match.sources
+        notes += restore_groups(inner, match, objects["optimizer"])
     notes += _restore_counters(engine, objects.get("engine", {}), objects.get("setup", {}))
-    notes += _restore_scheduler(engine.lr_scheduler, objects.get("scheduler"))
+    notes += _restore_scheduler(engine.lr_scheduler, objects.get("scheduler"), sources)
+    notes += _restore_random_ltd(getattr(engine, "random_ltd_scheduler", None), objects.get("random_ltd"))
     notes += _restore_scaler(optimizer, objects.get("loss_scaler"))
     for name, value in objects.get("flags", {}).items():
         if hasattr(optimizer, name):
             setattr(optimizer, name, value)
+    states = objects.get("modules", {})
+    for name, module in _stateful_modules(engine.module).items():
+        if name in states:
+            module.set_extra_state(states[name])
     return notes
+
+
+def _stateful_modules(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """Return the modules that keep state of their own beside tensors, in ``nn.Module``'s way, by name."""
+    return {
+        clean_name(f"{name}.").removesuffix("."): child
+        for name, child in module.named_modules()
+        if type(child).get_extra_state is not torch.nn.Module.get_extra_state
+    }
 
 
 def _setup(engine: Any) -> dict[str, Any]:
@@ -81,10 +119,6 @@ def _setup(engine: Any) -> dict[str, Any]:
         "train_batch_size": int(ask(engine, "train_batch_size", 0)),
         "wrapper": None if engine.optimizer is None else type(engine.optimizer).__name__,
     }
-
-
-def _class(value: object) -> str:
-    return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
 def _plain_flag(value: Any) -> Any:
@@ -111,17 +145,36 @@ def _restore_counters(engine: Any, counters: Mapping[str, Any], setup: Mapping[s
     return notes
 
 
-def _restore_scheduler(scheduler: Any, saved: Mapping[str, Any] | None) -> list[str]:
+def _restore_scheduler(scheduler: Any, saved: Mapping[str, Any] | None, sources: Sequence[int | None]) -> list[str]:
     if saved is None and scheduler is None:
         return []
     if saved is None:
         return [f"no scheduler was saved: {type(scheduler).__name__} starts from its beginning"]
     if scheduler is None:
         return [f"scheduler {saved['class']} was saved, this engine has none: its state was left out"]
-    here, there = _class(scheduler), saved["class"]
+    here, there = class_name(scheduler), saved["class"]
     if here != there:
         return [f"scheduler {there} was saved, this engine's is {here}: it starts from its beginning"]
-    scheduler.load_state_dict(saved["state"])
+    scheduler.load_state_dict(_regrouped(scheduler, saved["state"], sources))
+    return []
+
+
+def _regrouped(scheduler: Any, state: Mapping[str, Any], sources: Sequence[int | None]) -> Mapping[str, Any]:
+    """Return a scheduler's state with its lists of one value a group (``base_lrs``) in the order of the groups here."""
+    found = dict(state)
+    for name, values in state.items():
+        own = getattr(scheduler, name, None)
+        by_group = "lr" in name or "momentum" in name
+        if by_group and isinstance(values, list) and isinstance(own, list) and len(own) == len(sources):
+            found[name] = [values[j] if j is not None and j < len(values) else own[i] for i, j in enumerate(sources)]
+    return found
+
+
+def _restore_random_ltd(scheduler: Any, saved: Any) -> list[str]:
+    if scheduler is not None and saved is not None:
+        scheduler.load_state_dict(saved)
+    elif scheduler is not None or saved is not None:
+        return ["only one side has a random-LTD scheduler: its state was left out"]
     return []
 
 
@@ -178,84 +231,3 @@ def _restore_scaler(optimizer: Any, saved: Mapping[str, Any] | None) -> list[str
         if before != now:
             notes.append(f"loss scaler: {name} is {now} as configured here, was {before}")
     return notes
-
-
-# ----------------------------------------------------------------------------------------------------- parameter groups
-
-
-def members_by_group(inner: Any, partitions: list[Partition]) -> list[list[str]]:
-    """Return, for each of the optimizer's groups, the FQNs of the parameters that it steps, on all ranks together."""
-    members: list[list[str]] = [[] for _ in inner.param_groups]
-    for partition in partitions:
-        members[partition.group] += partition.members
-    return members
-
-
-def _capture_groups(inner: Any, partitions: list[Partition]) -> dict[str, Any] | None:
-    if inner is None:
-        return None
-    groups = []
-    for group, members in zip(inner.param_groups, members_by_group(inner, partitions), strict=True):
-        options = {k: v for k, v in group.items() if k != "params"}
-        plain = {k: v for k, v in options.items() if _is_plain(v)}
-        groups.append({"params": members, "options": plain, "left_out": sorted(options.keys() - plain.keys())})
-    return {"class": _class(inner), "groups": groups}
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, dict):
-        return all(isinstance(k, str) and _is_plain(v) for k, v in value.items())
-    if isinstance(value, list | tuple):
-        return all(map(_is_plain, value))
-    return value is None or type(value) in (bool, int, float, str) or isinstance(value, torch.Tensor)
-
-
-def _restore_groups(inner: Any, partitions: list[Partition], saved: Mapping[str, Any]) -> list[str]:
-    notes: list[str] = []
-    same = saved["class"] == _class(inner)
-    if not same:
-        notes.append(f"optimizer is {_class(inner)}, was {saved['class']}: options that both know were carried")
-    for index, source in enumerate(_match_groups(members_by_group(inner, partitions), saved["groups"])):
-        group = inner.param_groups[index]
-        if source["left_out"]:
-            notes.append(f"optimizer group {index}: options {source['left_out']} are not plain data and were not saved")
-        for name, value in source["options"].items():
-            if name in _KERNEL_CHOICES:
-                if name in group and (now := group[name]) != value:
-                    notes.append(f"optimizer group {index}: {name} is {now} as configured here, was {value}")
-            elif same or name in group:
-                group[name] = _in_kind_of(group.get(name), value)
-    return sorted(set(notes), key=notes.index)
-
-
-def _in_kind_of(present: Any, value: Any) -> Any:
-    if isinstance(present, torch.Tensor):  # a learning rate that a captured graph reads: the tensor must stay
-        with torch.no_grad():
-            return present.copy_(torch.as_tensor(value))
-    if isinstance(value, torch.Tensor):
-        return value.item() if isinstance(present, int | float) else value.clone()
-    return tuple(value) if isinstance(present, tuple) else value
-
-
-def _match_groups(present: list[list[str]], saved: list[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return the saved group of each present one: the one with the same members, wherever it stands in the list."""
-    by_members = {frozenset(group["params"]): group for group in saved}
-    problems = []
-    found = []
-    for index, members in enumerate(present):
-        source = by_members.get(frozenset(members))
-        if source is None:
-            problems.append(_difference(index, members, saved))
-        else:
-            found.append(source)
-    if problems or len(present) != len(saved):
-        expected, here = [len(g["params"]) for g in saved], [len(m) for m in present]
-        message = f"optimizer groups differ: expected groups of {expected} parameters as saved, found {here}"
-        raise LayoutError(message, tuple(problems))
-    return found
-
-
-def _difference(index: int, members: list[str], saved: list[Mapping[str, Any]]) -> str:
-    here = set(members)
-    there = set(saved[index]["params"]) if index < len(saved) else set()
-    return f"group {index}: only here {sorted(here - there)}, only in the checkpoint {sorted(there - here)}"

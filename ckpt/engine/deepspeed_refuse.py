@@ -7,13 +7,16 @@ where partitions and state entries are read (:mod:`ckpt.engine.deepspeed_layout`
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ckpt.engine.base import dtype_name
 from ckpt.errors import ConfigError, UnsupportedLayout
 from ckpt.layout.spec import ITEMSIZE
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 _CLASSES = {
     "PipelineEngine": "pipeline parallelism (each stage has names and masters of its own)",
@@ -95,6 +98,11 @@ def _features(engine: Any) -> list[tuple[bool, str]]:
             "states moved away by offload_states(): call reload_states() first",
         ),
         (bool(ask(engine, "is_deepcompile_active", False)), "DeepCompile"),
+        (
+            bool(ask(engine, "curriculum_learning_enabled", False))
+            and getattr(engine, "training_dataloader", None) is not None,
+            "curriculum learning by the engine's own data sampler (its state is files of clusters beside a cursor)",
+        ),
         (bool(ask(engine, "amp_enabled", False)), "apex amp (its masters are hidden in the optimizer)"),
     ]
 
@@ -115,6 +123,44 @@ def refuse_mid_accumulation(engine: Any) -> None:
             f"gradient_accumulation_steps ({gas}), found {engine.micro_steps}. Save or load after the engine.step() "
             f"that ends the window."
         )
+
+
+def refuse_pending_gradients(engine: Any, stepped: Iterable[Any]) -> None:
+    """Check that the engine does not stand between a backward pass and the step that uses it up.
+
+    ``stepped``: the model's parameters that the optimizer steps; what others keep in ``.grad`` is nobody's business.
+
+    Raises:
+        ConfigError: there are gradients that no state names.
+    """
+    found = _pending(engine.optimizer, stepped)
+    if ask(engine, "_running_engine_backward", False) or getattr(engine.optimizer, "_backward_active_depth", 0):
+        found = "a backward pass is running"
+    elif getattr(engine, "_unmanaged_backward_count", 0):
+        found = "a backward pass was not followed by a step"
+    if found:
+        raise ConfigError(
+            f"engine is inside a gradient accumulation window: {found}. Save or load after the engine.step() that "
+            f"ends the window."
+        )
+
+
+def _pending(optimizer: Any, stepped: Iterable[Any]) -> str:
+    """Name what holds gradients. As observed: every wrapper keeps them elsewhere, and forgets them in its own way."""
+    if "DeepSpeedZeroOptimizer_Stage3" in class_names(optimizer):
+        # Not averaged_gradients: zero_grad(), which drops them for good by these two, leaves them standing.
+        if optimizer._epilogue_ran_this_backward or optimizer.micro_step_id > 0:
+            return "a backward pass was not followed by a step"
+        return ""
+    for name in ("averaged_gradients", "all_grad_tensors"):  # ZeRO-1 and 2
+        if any(held is not None for held in getattr(optimizer, name, {}).values()):
+            return f"the optimizer holds {name}"
+    if getattr(optimizer, "cpu_offload", False) and optimizer.micro_step_id >= 0:
+        return "a backward pass was not followed by a step"  # its gradients are in .grad of the masters, as at any time
+    if any(map(any, getattr(optimizer, "fp32_groups_has_gradients", ()))):  # BF16_Optimizer
+        return "the optimizer holds fp32 gradients"
+    held = [g for p in stepped for g in (p.grad, getattr(p, "grad_accum", None)) if g is not None]
+    return "parameters have gradients" if any(bool(g.any()) for g in held) else ""
 
 
 def check_tensor(fqn: str, role: str, tensor: torch.Tensor) -> None:

@@ -7,6 +7,7 @@ any other partitioning; on a load, parameters that meet in one partition must ag
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict, defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -75,8 +76,9 @@ def kinds_of(state: dict[Any, Any], partition: Partition) -> Kinds:
 def kinds_of_fresh(inner: Any, partition: Partition) -> Kinds | None:
     """Return what the optimizer is going to keep for a partition that it has not stepped yet; None if unknown.
 
-    Learnt from a trial step of a shallow copy of the optimizer on a tensor of two zeros: the only description of an
-    optimizer's state that exists is its ``step()``.
+    Learnt from a trial step of a copy of the optimizer on a tensor of two zeros: the only description of an optimizer's
+    state that exists is its ``step()``. In the copy that tensor stands for every parameter, so that nothing large is
+    copied and nothing of the user's is stepped.
     """
     for name, moments in _DEEPSPEED_KEYS.items():
         if name in class_names(inner):
@@ -84,14 +86,23 @@ def kinds_of_fresh(inner: Any, partition: Partition) -> Kinds | None:
     probe = torch.zeros(2, dtype=partition.key.dtype, device=partition.key.device, requires_grad=True)
     probe.grad = torch.zeros_like(probe)
     trial = object.__new__(type(inner))
-    trial.__dict__.update(inner.__dict__)
-    trial.__dict__.pop("step", None)  # an LR scheduler wraps `step` on the instance, bound to the real optimizer
-    trial.state = defaultdict(dict)
-    trial.param_groups = [{**inner.param_groups[partition.group], "params": [probe]}]
-    trial._optimizer_step_pre_hooks, trial._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+    trial.state, trial.param_groups = defaultdict(dict), []
+    keys = [partition.key, *inner.state, *(p for group in inner.param_groups for p in group["params"])]
+    memo = {id(inner): trial, id(inner.state): trial.state, id(inner.param_groups): trial.param_groups}
+    memo |= {id(key): probe for key in keys}
+    # No hooks; and an LR scheduler wraps `step` on the instance, bound to the real optimizer.
+    replaced = ("step", "state", "param_groups")
+    own = {k: v for k, v in vars(inner).items() if k not in replaced and not k.startswith("_optimizer_")}
+    step = type(inner).step
+    if getattr(step, "hooked", False):  # by torch, to run hooks around it: they are not to see this one
+        step = step.__wrapped__
     try:
+        group = {k: v for k, v in inner.param_groups[partition.group].items() if k != "params"}
+        trial.param_groups.append({**copy.deepcopy(group, memo), "params": [probe]})
+        vars(trial).update(copy.deepcopy(own, memo))
+        trial._optimizer_step_pre_hooks, trial._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
         with torch.random.fork_rng(), torch.no_grad():
-            type(inner).step(trial)
+            step(trial)
         return kinds_of(trial.state[probe], _like(partition, probe))
     except Exception:  # whatever a foreign optimizer's step() may raise; the checkpoint's roles then decide
         return None
@@ -218,7 +229,7 @@ class StateLoad:
         problems = []
         for partition, role, example, temporary in self._scalars:
             values = {fqn: t.item() for fqn, t in temporary.items()}
-            if len(set(values.values())) > 1:
+            if len(set(map(_representation, values.values()))) > 1:
                 shown = ", ".join(f"{fqn}: {value:g}" for fqn, value in values.items())
                 problems.append(f"{role}: {shown}")
             else:
@@ -245,6 +256,11 @@ class StateLoad:
                         for _, view in partition.views(value, piece):
                             view.zero_()
         return names
+
+
+def _representation(value: Any) -> Any:
+    """Return what is equal for equal values: 3 is 3.0 here, and NaN is NaN."""
+    return repr(value) if isinstance(value, float) and not value.is_integer() else value
 
 
 def _as_live(present: Any, example: Any, value: Any) -> Any:

@@ -12,6 +12,7 @@ work grows with the world. Unknown fields are ignored; a change that a reader mu
 from __future__ import annotations
 
 import re
+from math import prod
 from typing import Any, TypeVar
 
 import msgspec
@@ -20,7 +21,7 @@ from ckpt.errors import CkptError, DigestMismatch, MalformedData, UnsupportedFea
 from ckpt.format.codec import compress, decompress
 from ckpt.format.digest import check_form, digest
 from ckpt.layout.box import Box
-from ckpt.layout.spec import TensorSpec
+from ckpt.layout.spec import ITEMSIZE, TensorSpec
 
 VERSION = 1
 FEATURES: frozenset[str] = frozenset()
@@ -28,7 +29,7 @@ FEATURES: frozenset[str] = frozenset()
 
 MAX_COMMIT = 1 << 20
 MAX_INDEX = 1 << 30
-"""Bytes of one index file after decompression."""
+"""Bytes of one index file, and of what it holds decompressed."""
 MAX_CHUNK = 1 << 28
 """Bytes of one chunk or blob; readers allocate what an entry says, so it must not say too much."""
 
@@ -268,8 +269,10 @@ def decode_part(data: bytes, specs: tuple[TensorSpec, ...], where: str) -> Index
     for chunk in part.chunks:
         _check_chunk(chunk, specs, part.packs, where)
     for entry in part.objects:
-        for blob in (entry.document, *(b for t in entry.tensors for b in t.blobs)):
-            _check_place(blob, part.packs, f"{where}: object {entry.name!r}")
+        what = f"{where}: object {entry.name!r}"
+        _check_place(entry.document, part.packs, what)
+        for tensor in entry.tensors:
+            _check_object_tensor(tensor, part.packs, what)
     return part
 
 
@@ -287,6 +290,19 @@ def _check_chunk(chunk: ChunkEntry, specs: tuple[TensorSpec, ...], packs: tuple[
         _check_place(chunk, packs, f"{where}: {spec} chunk {chunk.box}")
 
 
+def _check_object_tensor(tensor: ObjectTensor, packs: tuple[PackRef, ...], where: str) -> None:
+    for blob in tensor.blobs:
+        _check_place(blob, packs, where)
+    if tensor.dtype not in ITEMSIZE or any(n < 0 for n in tensor.shape):
+        raise MalformedData(f"{where}: a tensor of dtype {tensor.dtype[:200]!r} and shape {list(tensor.shape)}")
+    # Before a byte is read: blobs may share a place, so a list of them can ask for far more memory than the packs have.
+    held, wanted = sum(blob.nbytes for blob in tensor.blobs), prod(tensor.shape) * ITEMSIZE[tensor.dtype]
+    if held != wanted:
+        raise MalformedData(
+            f"{where}: blobs of {held} bytes for a tensor {tensor.dtype}{list(tensor.shape)} of {wanted} bytes"
+        )
+
+
 def _check_place(entry: ChunkEntry | BlobEntry, packs: tuple[PackRef, ...], where: str) -> None:
     check_form(entry.digest, where)
     if not 0 <= entry.pack < len(packs):
@@ -298,7 +314,7 @@ def _check_place(entry: ChunkEntry | BlobEntry, packs: tuple[PackRef, ...], wher
 
 
 def _check_ref(ref: FileRef, pattern: re.Pattern[str], where: str) -> None:
-    if not pattern.fullmatch(ref.key) or ref.nbytes < 0:
+    if not pattern.fullmatch(ref.key) or not 0 <= ref.nbytes <= MAX_INDEX:
         raise MalformedData(f"{where}: reference to {ref.key[:200]!r} of {ref.nbytes} bytes")
     check_form(ref.digest, where)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ckpt.errors import CkptError, NoSuchCheckpoint, ObjectNotFound, StoreError
+from ckpt.errors import CkptError, NoSuchCheckpoint, StoreError, is_damage
 from ckpt.format.digest import digest
 from ckpt.format.manifest import DERIVED, BlobEntry, ChunkEntry, IndexPart, PackRef
 from ckpt.format.pack import MAX_HEADER, parse_header
@@ -66,14 +66,14 @@ def verify(
 
     Raises:
         NoSuchCheckpoint: ``step`` is not committed, or the root holds nothing at all.
-        StoreError: the store cannot be read; that is neither damage nor garbage.
+        StoreError: the root cannot be listed, or the store is busy or refuses this user (:class:`AccessDenied`): that
+            is neither damage nor garbage. A file that the store will never give is damage.
     """
     result = Verification()
     try:
         repo.check_marker()
-    except StoreError:
-        raise
     except CkptError as error:
+        _raise_unless_damage(error)
         result.findings.append(Finding(DAMAGE, MARKER, str(error)))
     chosen = repo.steps() if step is None else [step]
     if step is None and not chosen and not repo.started():
@@ -95,13 +95,11 @@ def _read_index(repo: Repository, step: int, result: Verification, used: set[str
     used.add(commit_key(step))
     try:
         index = repo.read_index(step)
-    except (StoreError, NoSuchCheckpoint) as error:
-        if isinstance(error, NoSuchCheckpoint) or not isinstance(error, ObjectNotFound):
-            raise
-        result.findings.append(Finding(DAMAGE, error.key, str(error), step))
     except CkptError as error:
-        # The message begins with the file that is not what was written.
-        result.findings.append(Finding(DAMAGE, str(error).partition(": ")[0], str(error), step))
+        _raise_unless_damage(error)
+        # Other messages begin with the file that is not what was written.
+        key = error.key if isinstance(error, StoreError) else str(error).partition(": ")[0]
+        result.findings.append(Finding(DAMAGE, key, str(error), step))
     else:
         used.add(index.commit.index.key)
         used.add(f"steps/{step}/{index.commit.attempt}/attempt.json")
@@ -110,6 +108,11 @@ def _read_index(repo: Repository, step: int, result: Verification, used: set[str
         return index
     used.update(info.key for info in repo.store.walk(f"steps/{step}"))
     return None
+
+
+def _raise_unless_damage(error: CkptError) -> None:
+    if not is_damage(error):
+        raise error
 
 
 def _check_step(
@@ -163,9 +166,8 @@ def _check_pack(repo: Repository, pack: PackRef) -> str | None:
         parse_header(head, size, f"pack {key}")
         if pack.header and digest(head) != pack.header:
             return f"header of pack {key}: expected {pack.header}, found {digest(head)}"
-    except StoreError:
-        raise
     except CkptError as error:
+        _raise_unless_damage(error)
         return str(error)
     return None
 
@@ -176,8 +178,13 @@ def _check_bytes(
     place = (key, entry.start, entry.nbytes)
     if place not in checked:  # shared by several steps: read once
         buffer = memoryview(bytearray(entry.nbytes))
-        got = repo.store.read_into(key, entry.start, buffer)
-        checked[place] = digest(buffer) if got == entry.nbytes else f"{got} bytes"
+        try:
+            got = repo.store.read_into(key, entry.start, buffer)
+        except StoreError as error:
+            _raise_unless_damage(error)
+            checked[place] = str(error)
+        else:
+            checked[place] = digest(buffer) if got == entry.nbytes else f"{got} bytes"
     if checked[place] != entry.digest:
         return f"in pack {key} at {entry.start}: expected {entry.digest}, found {checked[place]}"
     return None

@@ -2,33 +2,38 @@
 
 Two transports. A key-value store (the one that the job's own rendezvous uses) carries arrival, failure and liveness:
 it can say *who* is missing, it needs no peer to answer, and a rank that gives up leaves it usable. A process group of
-our own (gloo, made once, never the training's) carries bulk data, and is entered only after every rank has arrived,
-so that a collective never waits for a rank that will not come.
+our own (:mod:`ckpt.runtime.torch_comm`) carries bulk data, and is entered only after every rank has arrived, so that a
+collective never waits for a rank that will not come.
+
+How a step ends is decided once, by compare-and-set on its ``done`` key: complete, by the last rank to arrive, or
+failed, by the first to give up. A rank that comes later finds the decision, so no two ranks hold different views of it.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import time
-from datetime import timedelta
-from typing import TYPE_CHECKING, Protocol, TypeVar, cast
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import msgspec
-import torch
-import torch.distributed as dist
 
 from ckpt.errors import CkptError, ConfigError, RankFailure, from_wire, to_wire
 from ckpt.runtime.liveness import identity, is_dead
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable, Iterator
 
 T = TypeVar("T")
 
 BEAT_SECONDS = 1.0
 NEIGHBOUR_SECONDS = 0.5
 """How often a waiting rank looks whether absent processes of its own host still exist."""
-_ABSENT = "did not arrive"
+DEATH_SECONDS = 1.0
+"""How long after its connections were closed a dying process may still be seen alive."""
+LEAVE_SECONDS = 2.0
+"""How long rank 0, which may be the host of the store, stays for the others to read why an operation failed."""
 
 
 class KeyValue(Protocol):
@@ -53,14 +58,12 @@ class KeyValue(Protocol):
         """Remove a key."""
 
 
-class _Entry(msgspec.Struct):
-    """How an entry ended: complete, or with the ranks that were not there."""
+class _Outcome(msgspec.Struct):
+    """How a step ended: complete, or failed, with the ranks that are to blame."""
 
     complete: bool
+    step: str = ""
     failures: dict[int, str] = {}
-
-    def text(self) -> str:
-        return msgspec.json.encode(self).decode()
 
 
 class Comm:
@@ -89,13 +92,38 @@ class Comm:
 
     # -- what an operation is made of -----------------------------------------------------------------------------
 
+    @contextmanager
+    def joint(self, name: str, timeout: float | None = None) -> Iterator[None]:
+        """Do something together: enter, run the block, leave. A rank that leaves by an error takes the others along.
+
+        Raises:
+            ConfigError: ``timeout`` is not a positive, finite number of seconds.
+            RankFailure: as :meth:`enter`.
+        """
+        self.enter(name, timeout)
+        try:
+            yield
+        except BaseException as error:
+            # Whoever waits for this rank in the step to come need not wait for the timeout.
+            if self.kv is not None:
+                with suppress(CkptError):
+                    text, key = f"{type(error).__name__}: {error}", self._key(self._step + 1)
+                    self._keys.append(f"{key}/done")
+                    self._decide(key, _Outcome(False, name, {self.rank: text}))
+                    self._leave(LEAVE_SECONDS)
+            raise
+        if self.kv is not None:
+            with suppress(CkptError):
+                self._leave(self.timeout)
+
     def enter(self, name: str, timeout: float | None = None) -> None:
         """Begin an operation. All ranks must call it; ranks that wait in vain raise, and may call it again.
 
         Raises:
+            ConfigError: ``timeout`` is not a positive, finite number of seconds.
             RankFailure: names the ranks that did not call within ``timeout`` seconds. Nothing was done.
         """
-        self.timeout = default_timeout() if timeout is None else timeout
+        self.timeout = default_timeout() if timeout is None else _checked(timeout, f"timeout={timeout!r}")
         self._step = 0
         if self.kv is None:
             return
@@ -104,14 +132,23 @@ class Comm:
         gave_up: set[int] = set()
         while True:
             key = f"{self.operation + 1}/enter"
-            entry = self._knock(key, name, gave_up)
+            over = self.kv.check([f"{key}/done"])  # has it ended without this rank?
+            try:
+                entry = self._knock(key, name, gave_up)
+            except BaseException as error:  # interrupted: the others must not count on this rank
+                self.operation += 1
+                with suppress(CkptError):
+                    gone = _Outcome(False, f"enter {name}", {self.rank: f"was interrupted ({type(error).__name__})"})
+                    if self._decide(key, gone).complete:
+                        self._decide(self._key(1), gone)
+                raise
             self.operation += 1
             if entry.complete:
                 break
-            if self.rank not in entry.failures:
-                raise RankFailure(f"enter {name}", entry.failures)
+            if not over and self.rank not in entry.failures:
+                raise RankFailure(entry.step, entry.failures)
             # The others gave up before this rank came. They have moved on to the next entry, and so does this rank.
-            gave_up = set(range(self.world)) - entry.failures.keys()
+            gave_up = set(range(self.world)) - entry.failures.keys() if self.rank in entry.failures else gave_up
         self._forget_previous()
         self._entered(key)
 
@@ -122,7 +159,7 @@ class Comm:
             RankFailure: ``work`` failed on some ranks (with one rank, or if all ranks failed with the same class of
                 :class:`CkptError`, that error itself).
         """
-        key = self._next(name)
+        key = self._next()
         value, error = self._attempt(key, work)
         self._meet(key, name, error)
         return value  # type: ignore[return-value]  # _meet has raised if there is no value
@@ -135,11 +172,15 @@ class Comm:
         try:
             return self._exchange(payload)
         except RuntimeError as error:  # the transport's way to say that a peer is gone
-            raise self._abort(name, {self.rank: f"lost a peer ({str(error).splitlines()[0][:200]})"}) from error
+            self._broken()
+            blind = {self.rank: f"lost a peer ({str(error).splitlines()[0][:200]})"}
+            lost = dict.fromkeys(self._dead(range(self.world), DEATH_SECONDS), "its process is gone") or blind
+            outcome = self._decide(self._key(self._step + 1), _Outcome(False, name, lost))
+            raise RankFailure(outcome.step, outcome.failures) from error
 
     def on_root(self, name: str, work: Callable[[], bytes]) -> bytes:
         """Run ``work`` on rank 0 and return its result on all; an error of rank 0 is raised as it is on all."""
-        key = self._next(name)
+        key = self._next()
         value, error = self._attempt(key, work) if self.rank == 0 else (b"", None)
         if self.kv is not None and self.rank == 0 and error is None:
             self._put(f"{key}/value", value or b"")
@@ -156,11 +197,14 @@ class Comm:
 
     # -- how ranks meet -------------------------------------------------------------------------------------------
 
-    def _next(self, name: str) -> str:
+    def _key(self, step: int) -> str:
+        return f"{self.operation}/{step}"
+
+    def _next(self) -> str:
         self._step += 1
-        key = f"{self.operation}/{self._step}"
-        if self.kv is not None and self.kv.check([f"{self.operation}/abort"]):
-            raise self._aborted()
+        key = self._key(self._step)
+        if self.kv is not None and self.kv.check([f"{key}/done"]):
+            self._raise_failed(self._outcome(key))  # it cannot be complete: this rank has not arrived
         return key
 
     def _attempt(self, key: str, work: Callable[[], T]) -> tuple[T | None, Exception | None]:
@@ -204,31 +248,51 @@ class Comm:
         if self.rank == 0:  # one rank cleans up what all share
             self._keys += [f"{key}/{what}" for what in ("count", "done", "failed", "groupless", "value")]
         if self.store.add(f"{key}/count", 1) == self.world:
-            self.store.set(f"{key}/done", b"1")
+            self._decide(key, _Outcome(True))
+
+    def _decide(self, key: str, outcome: _Outcome) -> _Outcome:
+        """Say how a step ends, unless that is decided; return the decision."""
+        self.store.compare_set(f"{key}/done", "", msgspec.json.encode(outcome).decode())
+        return self._outcome(key)
+
+    def _outcome(self, key: str) -> _Outcome:
+        return msgspec.json.decode(self.store.get(f"{key}/done"), type=_Outcome)
+
+    def _raise_failed(self, outcome: _Outcome) -> None:
+        if not outcome.complete:
+            raise RankFailure(outcome.step, outcome.failures)
 
     def _wait(self, key: str, name: str) -> None:
+        """Wait until the step has ended; raise if it has failed. Gives up on ranks that are dead or silent."""
         kv = self.store
         pause, look = 0.0005, time.monotonic() + self.timeout / 4
         neighbours = time.monotonic() + NEIGHBOUR_SECONDS
         seen: dict[int, tuple[str, float]] = {}
         while not kv.check([f"{key}/done"]):
-            if kv.check([f"{self.operation}/abort"]):
-                raise self._aborted()
             self.beat()
             now = time.monotonic()
             if now >= neighbours:
                 neighbours = now + NEIGHBOUR_SECONDS
-                dead = [r for r in self._absent(key) if is_dead(self._text(f"who/{r}"))]
-                # Arrived and then died: it has done its part of this step.
-                if dead and not kv.check([f"{key}/done"]):
-                    raise self._abort(name, dict.fromkeys(dead, "its process is gone"))
+                dead = self._dead(self._absent(key))
+                if dead:
+                    self._decide(key, _Outcome(False, name, dict.fromkeys(dead, "its process is gone")))
             if now >= look:
                 look = now + self.timeout / 4
                 lost = self._lost(key, seen, now)
                 if lost:
-                    raise self._abort(name, dict.fromkeys(lost, f"{_ABSENT} and gave no sign for {self.timeout:g} s"))
+                    silent = f"did not arrive and gave no sign for {self.timeout:g} s"
+                    self._decide(key, _Outcome(False, name, dict.fromkeys(lost, silent)))
             time.sleep(pause)
             pause = min(pause * 1.5, 0.02)
+        self._raise_failed(self._outcome(key))
+
+    def _dead(self, ranks: Iterable[int], patience: float = 0.0) -> list[int]:
+        """Return which of these ranks are processes of this host that are gone, once there are any."""
+        known = {r: self._text(f"who/{r}") for r in ranks}
+        deadline = time.monotonic() + patience
+        while not (dead := [r for r, who in known.items() if is_dead(who)]) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return dead
 
     def _absent(self, key: str) -> list[int]:
         return [r for r in range(self.world) if not self.store.check([f"{key}/{r}"])]
@@ -249,51 +313,40 @@ class Comm:
                 lost.append(rank)
         return lost
 
-    def _abort(self, name: str, failures: dict[int, str]) -> CkptError:
-        """End the operation for all: the first rank to give up decides what all ranks raise."""
-        kv = self.store
-        self._broken()
-        if self.store.add(f"{self.operation}/aborts", 1) == 1:
-            self._put(f"{self.operation}/abort", msgspec.json.encode(to_wire(RankFailure(name, failures))))
-        deadline = time.monotonic() + self.timeout
-        while not kv.check([f"{self.operation}/abort"]) and time.monotonic() < deadline:
-            time.sleep(0.005)  # the rank that was first has counted and is about to write
-        return self._aborted() if kv.check([f"{self.operation}/abort"]) else RankFailure(name, failures)
+    # -- coming and going -----------------------------------------------------------------------------------------
 
-    def _aborted(self) -> CkptError:
-        self._broken()
-        return from_wire(msgspec.json.decode(self.store.get(f"{self.operation}/abort")))
-
-    # -- keys of the store ----------------------------------------------------------------------------------------
-
-    def _put(self, key: str, value: bytes) -> None:
-        self._keys.append(key)
-        self.store.set(key, value)
-
-    def _knock(self, key: str, name: str, gave_up: set[int]) -> _Entry:
-        """Wait until an entry is complete or has failed; which of the two is decided once, by compare-and-set.
-
-        A rank that finds an entry which has failed already does not arrive at it.
-        """
+    def _knock(self, key: str, name: str, gave_up: set[int]) -> _Outcome:
+        """Wait until an entry is complete or has failed. A rank that finds it failed does not arrive at it."""
         kv, done = self.store, f"{key}/done"
         if not kv.check([done]):
             self._prepare_entry(key)
-            self._put(f"{key}/{self.rank}", b"1")
-            if kv.add(f"{key}/count", 1) == self.world:
-                kv.compare_set(done, "", _Entry(True).text())
+            self._arrive(key)
         deadline, pause = time.monotonic() + self.timeout, 0.0005
         while not kv.check([done]):
             absent = self._absent(key) if time.monotonic() > deadline else []
             if absent:
                 late = f"called ckpt.{name} earlier and had given up waiting"
                 missing = f"did not call ckpt.{name} within {self.timeout:g} s"
-                failed = _Entry(False, {r: late if r in gave_up else missing for r in absent})
-                kv.compare_set(done, "", failed.text())
+                failures = {r: late if r in gave_up else missing for r in absent}
+                self._decide(key, _Outcome(False, f"enter {name}", failures))
             time.sleep(pause)
             pause = min(pause * 1.5, 0.02)
+        return self._outcome(key)
+
+    def _leave(self, patience: float) -> None:
+        """Go. Rank 0 goes last, because the store may die with its process while others have still to read it."""
+        key = f"{self.operation}/left"
+        gone = self.store.add(key, 1)
         if self.rank == 0:
-            self._keys += [f"{key}/{what}" for what in ("count", "done", "groupless")]
-        return msgspec.json.decode(kv.get(done), type=_Entry)
+            self._keys.append(key)
+            deadline = time.monotonic() + patience
+            while gone < self.world and time.monotonic() < deadline:
+                time.sleep(0.001)
+                gone = self.store.add(key, 0)
+
+    def _put(self, key: str, value: bytes) -> None:
+        self._keys.append(key)
+        self.store.set(key, value)
 
     def _forget_previous(self) -> None:
         """Delete this rank's keys of the operation before the last: everybody who is here has left it long ago."""
@@ -310,47 +363,18 @@ class Comm:
         """After all ranks have entered."""
 
     def _broken(self) -> None:
-        """The operation was aborted: a half-used transport must not be used again."""
+        """An exchange failed: a half-used transport must not be used again."""
 
     def _exchange(self, payload: bytes) -> list[bytes]:
-        kv = self.store
-        key = f"{self.operation}/{self._step}/bulk"
+        key = f"{self._key(self._step)}/bulk"
         self._put(f"{key}/{self.rank}", payload)
-        return [bytes(kv.get(f"{key}/{r}")) for r in range(self.world)]
+        return [bytes(self.store.get(f"{key}/{r}")) for r in range(self.world)]
 
 
-class TorchComm(Comm):
-    """The ranks of ``torch.distributed``'s default group, with a gloo group of our own for bulk data."""
-
-    def __init__(self, generation: int) -> None:
-        store = dist.distributed_c10d._get_default_store()
-        # torch's stub says that a store holds str; it takes and returns bytes.
-        kv = cast("KeyValue", dist.distributed_c10d.PrefixStore(f"ckpt/{generation}", store))
-        super().__init__(kv, dist.get_rank(), dist.get_world_size())
-        self._group: dist.ProcessGroup | None = None
-
-    def _prepare_entry(self, key: str) -> None:
-        if self._group is None:
-            self.store.add(f"{key}/groupless", 1)
-
-    def _entered(self, key: str) -> None:
-        # A collective decision: if one rank has lost its group, all make a new one together.
-        if self.store.add(f"{key}/groupless", 0):
-            limit = timedelta(seconds=max(self.timeout, 30.0))
-            self._group = dist.new_group(backend="gloo", timeout=limit)  # type: ignore[no-untyped-call,unused-ignore]
-
-    def _broken(self) -> None:
-        self._group = None
-
-    def _exchange(self, payload: bytes) -> list[bytes]:
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world)]
-        dist.all_gather(sizes, torch.tensor([len(payload)], dtype=torch.int64), group=self._group)
-        longest = max(1, *(int(s) for s in sizes))
-        mine = torch.zeros(longest, dtype=torch.uint8)
-        mine[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8) if payload else mine[:0]
-        rows = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.world)]
-        dist.all_gather(rows, mine, group=self._group)
-        return [row[: int(n)].numpy().tobytes() for row, n in zip(rows, sizes, strict=True)]
+def _checked(seconds: object, said: str) -> float:
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < math.inf:
+        raise ConfigError(f"{said} is not a positive number of seconds")
+    return float(seconds)
 
 
 def default_timeout() -> float:
@@ -360,24 +384,4 @@ def default_timeout() -> float:
         value = float(text)
     except ValueError:
         value = -1.0
-    if not value > 0:
-        raise ConfigError(f"CKPT_TIMEOUT={text!r} is not a positive number of seconds")
-    return value
-
-
-_current: tuple[object, Comm] | None = None
-_generation = 0
-"""How many default groups ckpt has met in this process. A job that destroys its group and makes another may get the
-same store again, with the keys of the first."""
-
-
-def communicator() -> Comm:
-    """Return the one communicator of this process: torch's default group, or a single rank without one."""
-    global _current, _generation
-    if not (dist.is_available() and dist.is_initialized()):
-        return Comm(None, 0, 1)
-    world = dist.group.WORLD
-    if _current is None or _current[0] is not world:  # a job may destroy its group and make another
-        _generation += 1
-        _current = (world, TorchComm(_generation))
-    return _current[1]
+    return _checked(value, f"CKPT_TIMEOUT={text!r}")

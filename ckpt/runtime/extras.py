@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -15,10 +16,6 @@ from ckpt.runtime.objects import encode_object
 from ckpt.runtime.pipeline import Output
 from ckpt.runtime.rng import capture_rng
 from ckpt.runtime.staging import tensor_bytes
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
 
 ENGINE, RNG, EXTRA, VALUE = "engine", "rng", "extra", "value"
 """Kinds of objects: the adapter's, generators, a user's stateful object, a user's plain value."""
@@ -43,7 +40,7 @@ def collect(engine_objects: Mapping[str, Any], extra: Mapping[str, Any] | None) 
     """
     items = [_item(name, ENGINE, tree, f"engine state {name!r}") for name, tree in engine_objects.items()]
     items.append(_item("rng", RNG, capture_rng(), "random generator state"))
-    for name, value in _checked(extra).items():
+    for name, value in checked_extra(extra).items():
         if is_stateful(value):
             items.append(_item(name, EXTRA, value.state_dict(), f"extra[{name!r}].state_dict()"))
         else:
@@ -51,11 +48,24 @@ def collect(engine_objects: Mapping[str, Any], extra: Mapping[str, Any] | None) 
     return items
 
 
-def _checked(extra: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    for name in extra or {}:
+def checked_extra(extra: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """Return what the user passed as ``extra``, empty for None.
+
+    Raises:
+        ConfigError: no mapping, or a name that is none.
+    """
+    if extra is None:
+        return {}
+    if not isinstance(extra, Mapping):
+        raise ConfigError(f"extra is a {type(extra).__name__}, expected a mapping of names to objects and values")
+    for name in extra:
         if type(name) is not str or not name:
             raise ConfigError(f"extra: name {name!r} is not a non-empty string")
-    return extra or {}
+        try:
+            name.encode()
+        except UnicodeEncodeError as error:
+            raise ConfigError(f"extra: name {name!r} is not Unicode text: {error.reason}") from error
+    return extra
 
 
 def is_stateful(value: object) -> bool:

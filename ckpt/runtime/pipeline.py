@@ -9,11 +9,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ckpt.analysis.audit import Verdict, find_diverging, judge
+from ckpt.analysis.audit import Verdict, elect, find_diverging, judge
 from ckpt.errors import MalformedData
 from ckpt.format.digest import SIZE, digest, from_raw, raw_digest
 from ckpt.format.manifest import DERIVED, ChunkEntry, PackRef
 from ckpt.format.pack import PackItem, plan_packs
+from ckpt.layout.spec import BUFFER
 from ckpt.runtime.staging import cast_bytes, tensor_bytes
 from ckpt.store.base import Buffer
 
@@ -70,7 +71,8 @@ def settle(plan: SavePlan, mine: Digests, payloads: list[bytes]) -> Settled:
             raise MalformedData(f"digests of rank {peer}: {len(payload)} bytes, expected {cut} and the casts")
     held = [payload[:cut] for payload, cut in zip(payloads, cuts, strict=True)]
     diverging = find_diverging(len(plan.chunks), plan.shared, held)
-    verdicts = {i: judge(digests, plan.owners[i]) for i, digests in diverging.items()}
+    keep = _kept_as_a_whole(plan, diverging)
+    verdicts = {i: judge(digests, plan.owners[i], keep.get(i)) for i, digests in diverging.items()}
     casts = dict(mine.casts)
     for i in verdicts.keys() & plan.proofs.keys():  # may now be written by another rank than the one that proves it
         peer = plan.owners[i]
@@ -84,6 +86,24 @@ def settle(plan: SavePlan, mine: Digests, payloads: list[bytes]) -> Settled:
         if value == kept and (master is None or plan.owners[i] in master.copies[master.kept]):
             proved.add(i)
     return Settled(verdicts, proved)
+
+
+def _kept_as_a_whole(plan: SavePlan, diverging: dict[int, dict[int, bytes]]) -> dict[int, int]:
+    """Return, for diverging chunks of buffers, whose copy is kept: the same rank's for all chunks of one buffer.
+
+    Buffers differ by right, and a mixture of several ranks' would be a state that nobody ever had. In all other roles a
+    difference is a fault, and each chunk's own majority is the best guess at what was right.
+    """
+    groups: dict[tuple[int, tuple[int, ...]], list[int]] = {}
+    for i in diverging:
+        chunk = plan.chunks[i]
+        if chunk.spec.role == BUFFER:
+            groups.setdefault((chunk.spec_id, chunk.ranks), []).append(i)
+    keep = {}
+    for (_, ranks), numbers in groups.items():
+        chosen = elect({rank: tuple(diverging[i][rank] for i in numbers) for rank in ranks})
+        keep.update(dict.fromkeys(numbers, chosen))
+    return keep
 
 
 @dataclass(frozen=True, slots=True)

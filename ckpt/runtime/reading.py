@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
-
 from ckpt.errors import DigestMismatch, MissingChunk, ObjectNotFound, PlanError
 from ckpt.format.digest import digest
 from ckpt.plan.load_plan import is_count
-from ckpt.runtime.staging import as_tensor
+from ckpt.runtime.staging import as_tensor, copy_into
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    import torch
 
     from ckpt.format.manifest import BlobEntry, ChunkEntry
     from ckpt.plan.load_plan import ChunkRead
@@ -104,8 +104,7 @@ def place_chunks(store: Store, reads: Sequence[ChunkRead], targets: Sequence[Pie
             source = chunk[use.box.relative_to(read.entry.box)]
             if source.dtype != target.tensor.dtype and is_count(read.spec, target.spec):
                 source = _exact(source, target)
-            with torch.no_grad():
-                target.tensor[use.box.relative_to(target.box)].copy_(source)
+            copy_into(target.tensor[use.box.relative_to(target.box)], source)
         total += read.entry.nbytes
         beat()
     return total

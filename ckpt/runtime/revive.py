@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt.errors import ConfigError, MalformedData, MissingChunk, MissingState
 from ckpt.format.digest import raw_digest
-from ckpt.runtime.extras import ENGINE, EXTRA, RNG, VALUE, is_stateful
+from ckpt.runtime.extras import ENGINE, EXTRA, RNG, VALUE, checked_extra, is_stateful
 from ckpt.runtime.objects import decode_object
 from ckpt.runtime.reading import read_blob
 from ckpt.runtime.rng import derive_rng, restore_rng
@@ -52,10 +52,12 @@ def choose_objects(
     """Read and decode what this rank gets.
 
     Raises:
+        ConfigError: ``extra`` is no mapping, or a name in it is none.
         MissingState: with ``strict``: an extra that was asked for and not saved, or a stateful one saved and not
             asked for.
         DigestMismatch, MissingChunk, MalformedData: damage.
     """
+    checked_extra(extra)
     found: dict[tuple[str, str], list[tuple[IndexPart, ObjectEntry]]] = {}
     for part in parts:
         for entry in part.objects:

@@ -33,6 +33,18 @@ def cast_bytes(tensor: torch.Tensor, dtype: torch.dtype) -> memoryview:
     return tensor_bytes(tensor.detach().to(dtype))
 
 
+def copy_into(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy ``source`` into live memory of the same shape, in place, converting the dtype if it differs.
+
+    Along a dimension of stride 0 (an expanded tensor) all elements are one memory: the first stands for all.
+    """
+    for dim, (size, stride) in enumerate(zip(target.shape, target.stride(), strict=True)):
+        if stride == 0 and size > 1:
+            target, source = target.narrow(dim, 0, 1), source.narrow(dim, 0, 1)
+    with torch.no_grad():
+        target.copy_(source)
+
+
 def as_tensor(data: memoryview | bytearray, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
     """Return a tensor over ``data`` (writable memory, not copied); ``dtype`` is this project's name of it.
 

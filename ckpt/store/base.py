@@ -80,13 +80,14 @@ class Store(Protocol):
 
         Raises:
             ObjectNotFound: no such key. A range past the end is no error: fewer bytes come back.
+            StoreError: what is there is no object (a folder, a FIFO); never blocks on it.
         """
 
     def read_into(self, key: str, start: int, buffer: memoryview) -> int:
         """Fill ``buffer`` from ``start``; return how many bytes there were (fewer only at the end). Idempotent."""
 
     def size(self, key: str) -> int | None:
-        """Return the object's size in bytes, or None if there is none. An error is never "none"."""
+        """Return the object's size in bytes, or None if nothing has this name. An error is never "none"."""
 
     def walk(self, prefix: str) -> Iterator[ObjectInfo]:
         """Yield every object whose key starts with ``prefix`` + ``/``, in no particular order; temporary files too."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
@@ -23,7 +24,19 @@ TEMP = ".tmp-"
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _DENIED = {errno.EACCES, errno.EPERM, errno.EROFS}
-_BUSY = {errno.EAGAIN, errno.EINTR, errno.ESTALE, errno.ETIMEDOUT, errno.EBUSY}
+_BUSY = {
+    errno.EAGAIN, errno.EINTR, errno.ESTALE, errno.ETIMEDOUT, errno.EBUSY,
+    errno.EMFILE, errno.ENFILE, errno.ENOMEM,  # this process or host is short of something; the file may be whole
+    errno.ENOTCONN, errno.ECONNREFUSED, errno.ECONNRESET, errno.ECONNABORTED,  # a mount whose server is gone
+    errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETUNREACH,
+}  # fmt: skip
+_KINDS = {
+    stat.S_IFDIR: "directory",
+    stat.S_IFIFO: "FIFO",
+    stat.S_IFCHR: "character device",
+    stat.S_IFBLK: "block device",
+    stat.S_IFSOCK: "socket",
+}
 
 
 @contextmanager
@@ -59,11 +72,13 @@ def _sync_dir(path: str) -> None:
 
 
 class LocalStore:
-    """Keys are paths below ``root`` (made on the first write)."""
+    """Keys are paths below ``root`` (made on the first write); links on the way to it are followed once, here."""
 
     def __init__(self, root: str) -> None:
-        self.root = os.path.abspath(root)
-        self.url = self.root
+        # One folder has one name: ranks compare what they were given, some through a link and some directly.
+        self.root = os.path.realpath(root)
+        # For messages and other ranks: a name that is not UTF-8 is lone surrogates in Python, which cannot be sent.
+        self.url = self.root.encode("utf-8", "backslashreplace").decode()
         self._synced: set[str] = set()
 
     def _path(self, key: str) -> str:
@@ -135,14 +150,38 @@ class LocalStore:
 
     def get(self, key: str, start: int = 0, nbytes: int | None = None) -> bytes:
         """See :class:`~ckpt.store.base.Store`."""
-        with _mapped(key, self.url, "read"), open(self._path(key), "rb") as file:
+        with _mapped(key, self.url, "read"), open(self._open(key), "rb") as file:
             file.seek(start)
-            return file.read() if nbytes is None else file.read(nbytes)
+            # A number from a file may be of any size; Python would allocate that much before it reads.
+            left = max(0, os.fstat(file.fileno()).st_size - start)
+            return file.read() if nbytes is None else file.read(min(nbytes, left))
+
+    def _open(self, key: str) -> int:
+        """Open a file for reading. Whatever else stands there would block, never end, or be no bytes at all."""
+        path = self._path(key)
+        try:
+            # O_NONBLOCK: a FIFO without a writer must not hang the reader; it means nothing to a file.
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+        except OSError as error:
+            if error.errno == errno.ENXIO:  # a socket, or a device without a driver
+                self._refuse(key, os.stat(path).st_mode)
+            raise
+        try:
+            self._refuse(key, os.fstat(fd).st_mode)
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd
+
+    def _refuse(self, key: str, mode: int) -> None:
+        if not stat.S_ISREG(mode):
+            kind = _KINDS.get(stat.S_IFMT(mode), "special file")
+            raise StoreError(f"read {key!r} in {self.url}: a {kind} is there, expected a file", key)
 
     def read_into(self, key: str, start: int, buffer: memoryview) -> int:
         """See :class:`~ckpt.store.base.Store`."""
         with _mapped(key, self.url, "read"):
-            fd = os.open(self._path(key), os.O_RDONLY | os.O_CLOEXEC)
+            fd = self._open(key)
             try:
                 done = 0
                 while done < len(buffer):
@@ -161,6 +200,10 @@ class LocalStore:
                 return os.stat(self._path(key)).st_size
             except (FileNotFoundError, NotADirectoryError):
                 return None
+            except OSError as error:
+                if error.errno != errno.ELOOP:
+                    raise
+                return 0  # a link to itself: something has this name, and it has no bytes
 
     def walk(self, prefix: str) -> Iterator[ObjectInfo]:
         """See :class:`~ckpt.store.base.Store`."""
@@ -187,7 +230,7 @@ class LocalStore:
 
 
 def _raise_unless_gone(error: OSError) -> None:
-    if not isinstance(error, FileNotFoundError):
+    if not isinstance(error, FileNotFoundError) and error.errno != errno.ELOOP:  # nothing is below a link to itself
         raise error
 
 

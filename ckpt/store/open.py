@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from urllib.parse import unquote, urlsplit
+import re
+from urllib.parse import unquote
 
 from ckpt.errors import ConfigError
 from ckpt.store.base import Store
@@ -11,29 +12,49 @@ from ckpt.store.local import LocalStore
 
 Root = str | os.PathLike[str] | Store
 
+_HALF_URL = re.compile(r"file:(?!//)|[a-z][a-z0-9+.-]*:/(?!/)", re.IGNORECASE)
+"""``file:/path``, ``s3:/bucket``: as a path this would be a directory of that odd name below the working directory."""
+
 
 def open_store(root: Root) -> Store:
     """Return the store for a path, a ``file://`` URL, or a store object (returned as it is).
 
     Raises:
-        ConfigError: an empty root, or a URL scheme that this release has no store for.
+        ConfigError: no path (an empty one, a number, bytes), or a URL that this release has no store for.
     """
     if isinstance(root, Store):
         return root
-    text = os.fspath(root)
-    if not text or "\0" in text:
-        raise ConfigError(f"root {text!r} is not a path or URL")
-    scheme, separator, _ = text.partition("://")
+    try:
+        text = os.fspath(root)
+    except TypeError:
+        text = None
+    if type(text) is not str or not text:
+        raise ConfigError(f"root {root!r} is not a path or URL")
+    if _HALF_URL.match(text):
+        raise ConfigError(f"root {text!r}: a URL has '://' (file:///path), and a path of such a name begins with './'")
+    scheme, separator, rest = text.partition("://")
     if not separator:
-        return LocalStore(os.path.expanduser(text))
-    if scheme == "file":
-        parts = urlsplit(text)
-        if parts.netloc not in ("", "localhost"):
-            raise ConfigError(f"root {text!r}: a file URL has three slashes (file:///path)")
-        if not parts.path or "?" in text or "#" in text:  # would silently be another directory
-            raise ConfigError(f"root {text!r}: expected file:///path, with '?' and '#' written as %3F and %23")
-        return LocalStore(unquote(parts.path))
-    raise ConfigError(f"root {text!r}: no store for {scheme!r} in this release, expected a path or file:// URL")
+        return _local(os.path.expanduser(text), text)
+    if scheme.lower() != "file":
+        raise ConfigError(f"root {text!r}: no store for {scheme!r} in this release, expected a path or file:// URL")
+    host, slash, path = rest.partition("/")
+    if host.lower() not in ("", "localhost"):
+        raise ConfigError(f"root {text!r}: a file URL has three slashes (file:///path)")
+    if not slash or "?" in text or "#" in text:  # would silently be another directory
+        raise ConfigError(f"root {text!r}: expected file:///path, with '?' and '#' written as %3F and %23")
+    return _local(unquote("/" + path, errors="surrogateescape"), text)
+
+
+def _local(path: str, given: str) -> LocalStore:
+    """Return the store of a path that the file system can have."""
+    try:
+        if b"\0" in os.fsencode(path):
+            raise ConfigError(f"root {given!r} has a NUL character")
+        return LocalStore(path)
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"root {given!r} cannot be a file name: {error.reason}") from error
+    except OSError as error:
+        raise ConfigError(f"root {given!r}: {error.strerror}") from error
 
 
 def default_root(root: Root | None) -> Root:

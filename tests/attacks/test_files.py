@@ -16,7 +16,7 @@ import ckpt
 from ckpt.repo.repository import Repository
 from ckpt.repo.verify import verify
 from ckpt.store.local import LocalStore
-from tests.attacks.forge import COMMIT, job, survives, valid, with_objects
+from tests.attacks.forge import COMMIT, EXTRA, job, survives, valid, with_objects
 
 OBJECTS = valid()
 KEYS = sorted(OBJECTS)
@@ -166,6 +166,65 @@ def test_a_directory_in_place_of_any_file(root):
         path.rmdir()
         path.write_bytes(whole)
     assert on_disk(root)
+
+
+def make_fifo(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def make_loop(path: Path) -> None:
+    path.symlink_to(path.name)
+
+
+def make_endless(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("make", [Path.mkdir, make_fifo, make_loop, make_endless], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("name", ["commit.json", "root.json.zst", "part-00000.json.zst", ".safetensors"])
+def test_what_is_no_file_is_damage_of_its_step_and_the_others_are_used(root, make, name):
+    """A FIFO hung the reader, a device gave bytes without end, a link to itself hid the good steps as well."""
+    ckpt.save(job(filled=True), root, step=2, extra={**EXTRA, "new": "so that there is a pack"})
+    (path,) = (p for p in (root / "steps/2").rglob("*") if p.name.endswith(name))
+    path.unlink()
+    make(path)
+    assert ckpt.steps(root) == [1, 2]
+    with pytest.raises(ckpt.CkptError, match=name):
+        ckpt.load(job(filled=False), root)
+    target = job(filled=False)
+    report = ckpt.load(target, root, fallback=True)
+    assert report.step == 1
+    assert len(report.skipped) == 1
+    assert report.skipped[0].startswith("step 2: ")
+    assert target.differences() == []
+    found = verify(Repository(LocalStore(str(root))))
+    assert found.steps == [1, 2]
+    damage = [f for f in found.findings if f.severity == "damage"]
+    assert damage
+    assert all((f.step, f.key) == (2, path.relative_to(root).as_posix()) for f in damage)
+    assert found.bytes_read > 0, "step 1 was checked"
+    assert on_disk(root) is False
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("make", [Path.mkdir, make_fifo, make_loop, make_endless], ids=lambda f: f.__name__)
+def test_a_marker_that_is_no_file(root, make):
+    (root / "ckpt.json").unlink()
+    make(root / "ckpt.json")
+    found = verify(Repository(LocalStore(str(root))))
+    assert [(f.severity, f.key) for f in found.findings] == [("damage", "ckpt.json")]
+    for call in (lambda: ckpt.load(job(filled=False), root), lambda: ckpt.save(job(filled=True), root, step=2)):
+        with pytest.raises(ckpt.StoreError, match=r"ckpt\.json"):
+            call()
+
+
+def test_a_step_that_links_to_itself(root):
+    (root / "steps/2").symlink_to("2")
+    assert ckpt.steps(root) == [1, 2]
+    found = verify(Repository(LocalStore(str(root))))
+    assert [(f.step, f.key) for f in found.findings if f.severity == "damage"] == [(2, "steps/2/commit.json")]
+    assert ckpt.load(job(filled=False), root, fallback=True).step == 1
 
 
 def test_a_folder_that_links_to_itself_or_out_is_not_walked(root, tmp_path):

@@ -12,6 +12,7 @@ from ckpt.format.codec import compress
 from ckpt.format.digest import digest
 from ckpt.repo.repository import Repository
 from ckpt.repo.verify import verify
+from ckpt.store.local import LocalStore
 from tests.attacks.forge import COMMIT, Forger, job, leaves, sealed, survives, valid, with_objects
 
 HOSTILE = [
@@ -180,6 +181,29 @@ def test_an_object_tensor_of_another_size_than_its_bytes(forger):
         other = copy.deepcopy(forger)
         next(o for o in other.part["objects"] if o["kind"] == "rng")["tensors"] = [{**tensor, **change}]
         refused(other.store())
+
+
+def test_a_blob_listed_a_million_times_is_not_read_once(forger, monkeypatch):
+    """A small index asked for terabytes: blobs were joined before anybody compared them with the shape."""
+    rng = next(o for o in forger.part["objects"] if o["kind"] == "rng")
+    rng["tensors"][0]["blobs"] *= 1_000_000
+    store = forger.store()
+    read: list[str] = []
+    monkeypatch.setattr(type(store), "read_into", lambda self, key, *_: read.append(key) or 0)
+    refused(store, "object 'rng': blobs of", forger.part_key)
+    assert verify(Repository(store)).damaged
+    assert read == []
+
+
+@pytest.mark.parametrize("nbytes", [2**40, 2**62, 2**63, 2**70])
+def test_a_reference_of_a_huge_size_allocates_nothing(forger, nbytes, tmp_path):
+    forger.commit["index"]["nbytes"] = nbytes
+    store = forger.store(keep=("commit", ("index", "nbytes")))
+    local = LocalStore(str(tmp_path))
+    for key, data in store.objects.items():
+        local.put(key, data)
+    refused(local, "reference to")
+    assert verify(Repository(local)).damaged
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from ckpt.engine.deepspeed import DeepSpeedAdapter
 from ckpt.engine.deepspeed_refuse import class_names
+from ckpt.errors import LayoutError
 from ckpt.layout.box import Box
 from ckpt.layout.spec import MASTER, PARAM, TensorSpec
 from ckpt.runtime.objects import decode_object, encode_object
@@ -68,6 +69,11 @@ def through_json(objects: dict[str, Any]) -> dict[str, Any]:
 def load(adapter: DeepSpeedAdapter, saved: Any, read: Any, objects: dict[str, Any]) -> list[str]:
     """Run the protocol; ``read(spec, box)`` returns the values of a box."""
     state = adapter.describe_for_load(saved)
+    found = adapter.compare(objects)
+    if found.conflicts:
+        raise LayoutError("optimizer groups differ", found.conflicts)
+    assert not found.missing, found
+    assert not found.unexpected, found
     late = [s for s in state.shards if s.spec.role == PARAM and s.spec.fqn not in state.derived]
     for shard in state.shards:
         if shard.spec.role != PARAM:

@@ -16,6 +16,7 @@ from ckpt.runtime.comm import Comm
 from ckpt.store import local
 from tests.e2e.job_cases import fingerprint
 from tests.harness.models import make_engine, train
+from tests.property.fake import FakeEngine, small_model, zero1
 
 ENGINE = {"stage": 2, "dtype": "bf16"}
 OPERATIONS = ("open", "mkdir", "write", "fsync", "link", "rename", "unlink", "close")
@@ -52,9 +53,9 @@ class Counter:
         local.os = Wrapped()  # type: ignore[attr-defined,assignment]
         original = Comm._next
 
-        def step(comm: Comm, name: str) -> str:
-            self.tick(f"step {name}")
-            return original(comm, name)
+        def step(comm: Comm) -> str:
+            self.tick("step")
+            return original(comm)
 
         Comm._next = step  # type: ignore[method-assign]
 
@@ -230,3 +231,20 @@ def load_refused(rank: int, world: int, *, root: str, how: str) -> dict[str, Any
     result = _attempt(calls[how])
     untouched = fingerprint(job) == before
     return {**result, "untouched": untouched, "trains": len(train(job, 2)) == 2}
+
+
+def tcp_store(rank: int, world: int, *, root: str, port: int, kill: bool) -> dict[str, Any]:
+    """Save with rank 0 as the host of the rendezvous store, as ``env://`` has it; ``kill`` rank 0 in the middle.
+
+    Otherwise rank 0 ends the moment its save returns, and the store with it.
+    """
+    torch.distributed.destroy_process_group()
+    torch.distributed.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
+    model = small_model()
+    job = FakeEngine(model, zero1(model, world), rank, filled=True)
+    if rank == 0 and kill:
+        Counter(40).install()
+    result = _attempt(lambda: ckpt.save(job, root, timeout=20))
+    if rank == 0:
+        os._exit(7)
+    return result

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 from typing import TYPE_CHECKING, Any
 
@@ -156,3 +157,23 @@ def test_a_refused_load_leaves_the_engine_as_it_was(how: str, kind: str, text: s
         assert text in result["text"]
         assert result["untouched"]
         assert result["trains"]
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def test_the_death_of_the_rank_that_hosts_the_store_is_an_error_of_ours(tmp_path: Path) -> None:
+    kwargs: dict[str, Any] = {"root": str(tmp_path), "port": _free_port(), "kill": True}
+    outcomes = ranks(3, f"{CASES}:tcp_store", **kwargs, expect_killed=[0])
+    for outcome in outcomes[1:]:
+        assert outcome.value["error"] == "RankFailure", outcome
+        assert "rank 0" in outcome.value["text"]
+        assert outcome.value["seconds"] < 20 + SLACK
+
+
+def test_the_host_of_the_store_does_not_go_before_the_others_know(tmp_path: Path) -> None:
+    outcomes = ranks(3, f"{CASES}:tcp_store", root=str(tmp_path), port=_free_port(), kill=False)
+    assert [o.value["error"] for o in outcomes[1:]] == [None, None]

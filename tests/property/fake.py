@@ -19,7 +19,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from ckpt.engine.base import EngineState, LiveShard, torch_dtype
+from ckpt.engine.base import EngineState, LiveShard, Mismatch, torch_dtype
 from ckpt.layout.box import Box, boxes_of_range, overlaps
 from ckpt.layout.spec import BUFFER, ITEMSIZE, MASTER, PARAM, TensorSpec
 from ckpt.runtime.comm import Comm
@@ -165,6 +165,9 @@ class FakeEngine:
 
     def describe_for_load(self, saved: Mapping[str, Mapping[str, TensorSpec]]) -> EngineState:
         return self.describe()
+
+    def compare(self, objects: Mapping[str, Any]) -> Mismatch:
+        return Mismatch()
 
     def refresh(self) -> None:
         """Params from the masters of all ranks, as an all-gather would bring them."""

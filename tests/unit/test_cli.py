@@ -7,7 +7,9 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from click.testing import CliRunner
@@ -148,6 +150,122 @@ def test_errors_have_their_exit_code_and_stay_json(tmp_path: Path, command: str)
     assert (problem["type"], problem["exit_code"]) == ("NoSuchCheckpoint", 10)
     assert run(command, "ftp://host/path", code=2) == ""
     assert CliRunner().invoke(cli, [command]).exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["ls"], "Missing argument 'ROOT'"),
+        (["show", "r", "--step", "x"], "'x' is not a valid integer range"),
+        (["verify", "r", "--step", "-1"], "-1 is not in the range"),
+        (["verify", "r", "--step"], "requires an argument"),
+        (["ls", "r", "--bogus"], "No such option"),
+        (["ls", "r", "more"], "unexpected extra argument"),
+        (["remove", "r"], "No such command 'remove'"),
+        (["ls", "r", "--step", "1"], "No such option"),
+    ],
+    ids=" ".join,
+)
+def test_wrong_usage_is_one_json_document_too(arguments: list[str], text: str) -> None:
+    for line in ([*arguments[:1], "--json", *arguments[1:]], ["--json", *arguments]):
+        problem = json.loads(run(*line, code=2))["error"]
+        assert (problem["type"], problem["exit_code"]) == ("ConfigError", 2)
+        assert text in problem["message"] or line[0] == "--json"
+    result = CliRunner().invoke(cli, arguments)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert text in result.stderr
+
+
+def test_help_and_version_still_succeed() -> None:
+    assert "verify" in run("--help")
+    assert "--json" in run("ls", "--help")
+    assert ", version 0." in run("--version")
+
+
+def test_json_after_two_dashes_is_a_root() -> None:
+    result = CliRunner().invoke(cli, ["ls", "--", "--json", "more"])
+    assert (result.exit_code, result.stdout) == (2, "")
+
+
+def rewrite(root: Path, step: int, **fields: Any) -> None:
+    """Replace fields of a step's index root, and all digests above."""
+    repository = Repository(LocalStore(str(root)))
+    commit = repository.read_commit(step)
+    changed = msgspec.structs.replace(repository.read_root(commit), **fields)
+    (root / commit.index.key).unlink()
+    reference = repository.write_index(commit.index.key, changed)
+    repository.commit(msgspec.structs.replace(commit, index=reference, engine="e\x1b]0;x\x07"), overwrite=True)
+
+
+HOSTILE = "a\nb\x1b[31m\x9b2J\r\x85\u2028\u202e[bold]"
+ESCAPED = r"a\nb\x1b[31m\x9b2J\r\x85\u2028\u202e[bold]"
+
+
+def test_names_cannot_break_a_row_or_speak_to_the_terminal(root: Path) -> None:
+    rewrite(root, 10, specs=((HOSTILE, "master", "float32", (4, 8)), (HOSTILE, "param", "bfloat16", (4, 8)), SPECS[2]),
+            aliases={HOSTILE: HOSTILE})  # fmt: skip
+    plain = run("show", root, "--step", "9").count("\n")
+    out = run("show", root)
+    assert out.count(ESCAPED) == 4
+    assert out.count("\n") == plain == len(out.splitlines())
+    assert all(c.isprintable() or c == "\n" for c in out)
+    assert json.loads(run("show", root, "--json"))["tensors"][0]["fqn"] == HOSTILE
+    listed = run("ls", root)
+    assert r"e\x1b]0;x\x07" in listed
+    assert all(c.isprintable() or c == "\n" for c in listed)
+
+
+def test_findings_and_errors_show_names_escaped_too(root: Path, tmp_path: Path) -> None:
+    (root / "steps/11/a1/packs" / HOSTILE).write_bytes(b"12")
+    out = run("verify", root)
+    assert ESCAPED in out
+    assert all(c.isprintable() or c == "\n" for c in out)
+    result = CliRunner().invoke(cli, ["ls", str(tmp_path / HOSTILE)])
+    assert result.exit_code == 10
+    assert result.stderr == f"NoSuchCheckpoint: no repository in {tmp_path}/{ESCAPED}\n"
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+@pytest.mark.parametrize("json_too", [False, True], ids=["text", "json"])
+def test_no_name_fails_to_print(root: Path, tmp_path: Path, encoding: str, json_too: bool) -> None:
+    """A root that is not UTF-8, a tensor name that the terminal has no letters for."""
+    odd = os.fsencode(tmp_path) + b"/r\xff"
+    rewrite(root, 10, specs=(("名", "master", "float32", (4, 8)), ("名", "param", "bfloat16", (4, 8)), SPECS[2]))
+    os.rename(root, odd)
+    (tmp_path / os.fsdecode(odd) / "steps/11/a1/packs" / "x\udcfe").write_bytes(b"12")
+    environment = {**os.environ, "PYTHONIOENCODING": encoding}
+    for command in ("ls", "show", "verify"):
+        line = [sys.executable, "-m", "ckpt", command, odd, *(["--json"] if json_too else [])]
+        done = subprocess.run(line, capture_output=True, check=False, timeout=60, env=environment, cwd=REPO)
+        assert (done.returncode, done.stderr) == (0, b"")
+        text = done.stdout.decode(encoding)
+        if json_too:
+            document = json.loads(done.stdout.decode("ascii"))
+            assert document.get("root", "r\\udcff").endswith("r\\udcff")
+            assert document.get("tensors", 0) == 6 or command != "verify"
+            assert command != "show" or document["tensors"][0]["fqn"] == "名"
+        elif command == "show":
+            assert ("名" if encoding == "utf-8" else r"\u540d") in text
+        elif command == "verify":
+            assert r"x\udcfe" in text
+
+
+@pytest.mark.parametrize("kind", ["directory", "loop", "fifo"])
+def test_a_commit_that_is_no_file_hides_no_other_step(root: Path, kind: str) -> None:
+    path = root / "steps/9/commit.json"
+    path.unlink()
+    {"directory": path.mkdir, "loop": lambda: path.symlink_to(path.name), "fifo": lambda: os.mkfifo(path)}[kind]()
+    rows = json.loads(run("ls", root, "--json", code=6))["checkpoints"]
+    assert [row["step"] for row in rows] == [9, 10]
+    assert rows[0]["error"].startswith("StoreError: read 'steps/9/commit.json'")
+    assert rows[1]["bytes_unique"] == 136
+    found = json.loads(run("verify", root, "--json", code=3))
+    assert found["steps"] == [9, 10]
+    assert [(f["step"], f["key"]) for f in found["findings"] if f["severity"] == "damage"] == [
+        (9, "steps/9/commit.json")
+    ]
+    assert json.loads(run("verify", root, "--json", "--step", "10"))["damaged"] is False
+    assert "StoreError" in run("ls", root, code=6)
 
 
 def test_show_of_an_absent_step_says_what_is_there(root: Path) -> None:

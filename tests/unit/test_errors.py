@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from ckpt import errors
-from ckpt.errors import CkptError, LayoutError, MissingState, RankFailure, from_wire, to_wire
+from ckpt.errors import CkptError, LayoutError, MissingState, RankFailure, from_wire, is_damage, to_wire
 
 
 def tree(root: type[CkptError] = CkptError) -> list[type[CkptError]]:
@@ -111,6 +111,26 @@ def test_a_job_of_thousands_does_not_print_thousands_of_lines():
     assert len(str(error).splitlines()) == 10
     assert "and 3992 more ranks" in str(error)
     assert len(over_the_wire(error).failures) == 4000
+
+
+@pytest.mark.parametrize("cls", tree(), ids=lambda c: c.__name__)
+def test_damage_is_what_waiting_or_another_user_does_not_change(cls):
+    expected = cls is not RankFailure and issubclass(
+        cls, (errors.FormatError, errors.IntegrityError, errors.StoreError)
+    )
+    expected &= cls not in (errors.AccessDenied, errors.ObjectExists, errors.StoreFull, errors.StoreUnavailable)
+    assert is_damage(example(cls)) == expected
+    text = f"{cls.__name__}: x"
+    assert is_damage(RankFailure("s", {0: text, 1: "DigestMismatch: x"})) == expected
+    assert is_damage(over_the_wire(RankFailure("s", {0: text}))) == expected
+
+
+def test_what_may_succeed_later_is_no_damage():
+    busy = errors.StoreError("503", "k")
+    assert is_damage(busy)
+    busy.transient = True
+    assert not is_damage(busy)
+    assert not is_damage(RankFailure("s", {0: "did not arrive"}))
 
 
 def test_caused_by_needs_every_rank():

@@ -12,6 +12,7 @@ from ckpt.format.manifest import (
     DERIVED,
     MAX_CHUNK,
     MAX_COMMIT,
+    MAX_INDEX,
     BlobEntry,
     ChunkEntry,
     CommitBody,
@@ -255,6 +256,49 @@ def test_a_blob_outside_of_its_pack_is_refused(fields, where):
     )
     with pytest.raises(MalformedData, match="'o'"):
         decode_part(encode_index(changed(PART, objects=(spoiled,))), SPECS, "f")
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"blobs": (BLOB,) * 1000}, "blobs of 4000 bytes for a tensor float32[1] of 4 bytes"),
+        ({"blobs": ()}, "blobs of 0 bytes for a tensor float32[1] of 4 bytes"),
+        ({"shape": (2,)}, "blobs of 4 bytes for a tensor float32[2] of 8 bytes"),
+        ({"shape": (2**40, 2**40)}, "blobs of 4 bytes"),
+        ({"dtype": "float64"}, "blobs of 4 bytes for a tensor float64[1] of 8 bytes"),
+        ({"shape": (-1, -1)}, "a tensor of dtype 'float32' and shape [-1, -1]"),
+        ({"shape": (-1, 0), "blobs": ()}, "a tensor of dtype 'float32' and shape [-1, 0]"),
+        ({"dtype": "load"}, "a tensor of dtype 'load' and shape [1]"),
+        ({"dtype": ""}, "a tensor of dtype '' and shape [1]"),
+    ],
+    ids=str,
+)
+def test_an_object_tensor_has_exactly_the_bytes_of_its_shape(fields, text):
+    """One blob listed a million times is a small index and a large allocation."""
+    spoiled = changed(OBJECT, tensors=(changed(OBJECT.tensors[0], **fields),))
+    with pytest.raises(MalformedData) as caught:
+        decode_part(encode_index(changed(PART, objects=(spoiled,))), SPECS, "f")
+    assert str(caught.value).startswith(f"f: object 'o': {text}")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape", "blobs"),
+    [("uint8", (8,), 2), ("float32", (), 1), ("float32", (0, 3), 0), ("complex64", (1,), 2), ("bool", (2, 2), 1)],
+)
+def test_an_object_tensor_may_share_places_between_its_blobs(dtype, shape, blobs):
+    """Equal pieces are stored once."""
+    tensor = ObjectTensor(dtype=dtype, shape=shape, blobs=(BLOB,) * blobs)
+    part = changed(PART, objects=(changed(OBJECT, tensors=(tensor,)),))
+    assert decode_part(encode_index(part), SPECS, "f") == part
+
+
+def test_a_reference_to_more_than_an_index_can_be_is_refused():
+    assert (
+        decode_commit(encode_commit(changed(BODY, index=changed(INDEX, nbytes=MAX_INDEX))), "f").index.nbytes == 2**30
+    )
+    for nbytes in (MAX_INDEX + 1, 2**63 - 1, 2**70):
+        with pytest.raises(MalformedData, match="reference to"):
+            decode_commit(encode_commit(changed(BODY, index=changed(INDEX, nbytes=nbytes))), "f")
 
 
 def test_an_entry_cannot_make_a_reader_allocate_more_than_a_chunk():

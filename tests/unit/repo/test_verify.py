@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from ckpt.errors import NoSuchCheckpoint, StoreUnavailable
+from ckpt.errors import AccessDenied, NoSuchCheckpoint, ObjectNotFound, StoreError, StoreUnavailable
 from ckpt.repo.repository import Repository
 from ckpt.repo.verify import DAMAGE, GARBAGE, Verification, verify
 from ckpt.store.memory import MemoryStore
@@ -79,6 +81,41 @@ def test_a_store_that_cannot_be_read_is_neither_damage_nor_garbage(repo, monkeyp
             patch.setattr(repo.store, name, busy)
             with pytest.raises(StoreUnavailable):
                 verify(repo)
+
+
+@pytest.mark.parametrize("name", ["commit.json", "root.json.zst", "part-00000.json.zst", ".safetensors"])
+@pytest.mark.parametrize(
+    ("error", "damage"),
+    [
+        (StoreError("Is a directory", "k"), True),
+        (ObjectNotFound("gone", "k"), True),
+        (AccessDenied("not yours", "k"), False),
+        (StoreUnavailable("503", "k"), False),
+    ],
+    ids=lambda e: type(e).__name__ if e else "",
+)
+def test_a_file_that_the_store_will_never_give_is_damage_and_the_check_goes_on(repo, monkeypatch, name, error, damage):
+    def refusing(real: Any) -> Any:
+        def call(key: str, *rest: Any) -> Any:
+            if key.startswith("steps/1/") and key.endswith(name):
+                raise error
+            return real(key, *rest)
+
+        return call
+
+    for method in ("get", "read_into"):
+        monkeypatch.setattr(repo.store, method, refusing(getattr(repo.store, method)))
+    if name == "commit.json" and isinstance(error, ObjectNotFound):
+        return  # without a commit there is no step
+    if not damage:
+        with pytest.raises(type(error)):
+            verify(repo)
+        return
+    found = verify(repo)
+    assert found.steps == [1, 2]
+    assert {f.step for f in found.findings if f.severity == DAMAGE} >= {1}
+    assert all("gone" in f.message or "directory" in f.message or "not there" in f.message for f in found.findings)
+    assert of(found, GARBAGE) == {}
 
 
 def test_a_damaged_marker_is_damage(repo):

@@ -14,7 +14,8 @@ import torch.distributed as dist
 
 from ckpt.errors import CheckpointExists, CkptError, ConfigError, NoSuchCheckpoint, RankFailure, StoreFull
 from ckpt.runtime import comm as module
-from ckpt.runtime.comm import Comm, communicator, default_timeout
+from ckpt.runtime.comm import Comm, default_timeout
+from ckpt.runtime.torch_comm import communicator
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -299,16 +300,83 @@ def test_a_transport_that_loses_a_peer_is_the_same_failure_on_all(job, monkeypat
     def exchange(self: Comm, payload: bytes) -> list[bytes]:
         if self.rank == 1:
             raise RuntimeError("Connection reset by peer\nmore")
-        self._wait(f"{self.operation}/never", "exchange")
-        return []
+        return [payload] * self.world
 
     monkeypatch.setattr(Comm, "_exchange", exchange)
 
     def work(comm: Comm) -> Any:
         comm.enter("save", LONG)
-        return comm.gather("digests", lambda: b"x")
+        comm.gather("digests", lambda: b"x")
+        return comm.run("write", lambda: None)
 
     same_failure(job.run(work), "digests", {1: "lost a peer (Connection reset by peer)"})
+
+
+def test_a_rank_that_comes_late_finds_that_the_step_has_failed(job):
+    """It used to complete the step alone, and then hung in a collective that the others had given up."""
+    others_are_gone = threading.Barrier(3)
+
+    def work(comm: Comm) -> Any:
+        comm.enter("save", 0.3)
+        try:
+            return comm.gather("describe", lambda: others_are_gone.wait(LONG) and b"" if comm.rank == 1 else b"")
+        finally:
+            if comm.rank != 1:
+                others_are_gone.wait(LONG)
+
+    same_failure(job.run(work), "describe", {1: "did not arrive and gave no sign for 0.3 s"})
+
+
+def test_rank_0_cannot_succeed_in_what_the_others_have_given_up(job):
+    """A commit that took longer than the timeout was a success on rank 0 and a failure elsewhere."""
+    others_are_gone = threading.Barrier(3)
+
+    def work(comm: Comm) -> Any:
+        comm.enter("save", 0.3)
+        try:
+            return comm.on_root("commit", lambda: b"%d" % others_are_gone.wait(LONG))
+        finally:
+            if comm.rank:
+                others_are_gone.wait(LONG)
+
+    same_failure(job.run(work), "commit", {0: "did not arrive and gave no sign for 0.3 s"})
+
+
+def test_an_interrupted_entry_does_not_count(job, monkeypatch):
+    """Its arrival stayed counted, and the next call of the same rank entered alone."""
+    real = time.sleep
+
+    def interrupt(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("ckpt.runtime.comm.time.sleep", interrupt)
+    assert isinstance(job.run(lambda comm: comm.enter("save", LONG), only=(0,))[0], KeyboardInterrupt)
+    monkeypatch.setattr("ckpt.runtime.comm.time.sleep", real)
+    again = job.run(lambda comm: comm.enter("save", 0.2), only=(0,))
+    same_failure(again, "enter save", dict.fromkeys((1, 2), "did not call ckpt.save within 0.2 s"))
+    assert job.run(lambda comm: (comm.enter("save", LONG), comm.run("a", lambda: comm.rank))[1]) == {0: 0, 1: 1, 2: 2}
+
+
+def test_a_rank_that_leaves_by_an_error_between_two_steps_takes_the_others_along(job):
+    def work(comm: Comm) -> Any:
+        with comm.joint("save", LONG):
+            comm.run("a", lambda: None)
+            if comm.rank == 2:
+                raise ValueError("between")
+            comm.run("b", lambda: None)
+
+    results = job.run(work)
+    assert isinstance(results.pop(2), ValueError)
+    same_failure(results, "save", {2: "ValueError: between"})
+    assert job.run(lambda comm: (comm.enter("save", LONG), comm.run("a", lambda: comm.rank))[1]) == {0: 0, 1: 1, 2: 2}
+
+
+@pytest.mark.parametrize("seconds", ["10", float("nan"), float("inf"), 0, -1, True, b"1"])
+def test_a_timeout_that_is_no_number_of_seconds_is_refused_before_arrival(job, seconds):
+    for result in job.run(lambda comm: comm.enter("save", seconds), only=(0,)).values():
+        assert isinstance(result, ConfigError)
+    alone = job.run(lambda comm: comm.enter("save", 0.1), only=(0,))
+    same_failure(alone, "enter save", dict.fromkeys((1, 2), "did not call ckpt.save within 0.1 s"))
 
 
 def test_keys_do_not_accumulate(job):
@@ -353,9 +421,6 @@ def test_without_a_process_group_there_is_one_rank():
 @pytest.mark.parametrize("text", ["0", "-1", "x", "", "nan", "inf "])
 def test_a_timeout_that_is_none_is_refused(monkeypatch, text):
     monkeypatch.setenv("CKPT_TIMEOUT", text)
-    if text == "inf ":
-        assert default_timeout() == float("inf")
-        return
     with pytest.raises(ConfigError, match="CKPT_TIMEOUT"):
         default_timeout()
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import ckpt
+from ckpt.engine.base import LiveShard
 from ckpt.layout.spec import BUFFER, MASTER, PARAM
 from ckpt.repo.repository import Repository
 from ckpt.repo.verify import verify
@@ -139,3 +140,39 @@ def test_a_derivation_that_fails_in_one_element_costs_only_its_chunk():
     target = engines(made[0].model, replicated(made[0].model, 3), 3, filled=False)
     load_all(target, store)
     assert [line for one in target for line in one.differences()] == []
+
+
+def test_the_kept_copy_of_a_buffer_is_one_ranks_not_a_mixture():
+    """Rank 0 filled the first chunks, ranks 1 and 2 the last ones: a majority for each chunk is a state of nobody."""
+    model = Model()
+    model.tensors = {("queue", BUFFER): torch.zeros(8, 1024)}
+    made = engines(model, replicated(model, 3), 3, filled=True)
+    for rank, rows, value in ((0, slice(0, 4), 7.0), (1, slice(4, 8), 1.0), (2, slice(4, 8), 2.0)):
+        live(made[rank], "queue", BUFFER)[rows] = value
+    store = MemoryStore()
+    assert save_all(made, store)[0].divergences
+    other = engines(model, replicated(model, 2), 2, filled=False)
+    for report in load_all(other, store):
+        assert any("queue (buffer)" in note for note in report.notes)
+    for engine in other:
+        assert torch.equal(live(engine, "queue", BUFFER), live(made[0], "queue", BUFFER))
+    same = engines(model, replicated(model, 3), 3, filled=False)
+    assert [report.notes for report in load_all(same, store)] == [()] * 3
+    for engine, old in zip(same, made, strict=True):
+        assert torch.equal(live(engine, "queue", BUFFER), live(old, "queue", BUFFER))
+
+
+def test_an_expanded_tensor_comes_back_through_the_memory_that_it_has():
+    """Stride 0: 'more than one element of the written-to tensor refers to a single memory location'."""
+    base = torch.arange(5.0).reshape(1, 5, 1)
+    model = Model()
+    model.tensors = {("mask", BUFFER): base.expand(4, 5, 3).clone()}
+    whole = cut("replicated", (4, 5, 3), 1)[0][0]
+    made, into = engines(model, {}, 1, filled=True), engines(model, {}, 1, filled=False)
+    memory = torch.zeros(1, 5, 1)
+    made[0].shards = [LiveShard(model.spec(("mask", BUFFER)), whole, base.expand(4, 5, 3))]
+    into[0].shards = [LiveShard(model.spec(("mask", BUFFER)), whole, memory.expand(4, 5, 3))]
+    store = MemoryStore()
+    save_all(made, store)
+    load_all(into, store)
+    assert torch.equal(memory, base)

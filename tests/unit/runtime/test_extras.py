@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections import Counter, OrderedDict
 from typing import Any
 
 import numpy as np
@@ -116,10 +117,32 @@ def test_missing_and_unexpected_extras():
     assert report.extra == {"value": 5, "loader": 1}
 
 
-@pytest.mark.parametrize("extra", [{"": 1}, {1: 2}, {None: 1}])
+@pytest.mark.parametrize("extra", [{"": 1}, {1: 2}, {None: 1}, {"\udcff": 1}, {"a\ud800": Loader(1)}], ids=ascii)
 def test_a_name_that_is_none_is_refused(extra):
     with pytest.raises(ConfigError, match="extra: name"):
         save(MemoryStore(), extra)
+
+
+@pytest.mark.parametrize("extra", [[("a", 1)], "loader", 5, Loader(1)], ids=lambda e: type(e).__name__)
+def test_what_is_no_mapping_of_names_is_refused_and_nothing_is_touched(extra):
+    store = MemoryStore()
+    text = f"extra is a {type(extra).__name__}, expected a mapping of names to objects and values"
+    with pytest.raises(ConfigError, match=text):
+        save(store, extra)
+    assert store.objects == {}
+    save(store, {"a": 1})
+    made = job(1, filled=False)
+    with pytest.raises(ConfigError, match=text):
+        ckpt.load(made[0], store, extra=extra)
+    assert made[0].differences(), "nothing was placed"
+
+
+def test_mappings_of_any_class_come_back_as_plain_dicts():
+    store = MemoryStore()
+    save(store, OrderedDict(a=OrderedDict(b=Counter("xx"))))
+    (report,) = load(store, {})
+    assert report.extra == {"a": {"b": {"x": 2}}}
+    assert type(report.extra["a"]) is type(report.extra["a"]["b"]) is dict
 
 
 def test_a_value_that_cannot_be_stored_is_named_and_nothing_is_left():

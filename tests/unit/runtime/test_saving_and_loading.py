@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 
 import pytest
 import torch
 
 import ckpt
+from ckpt.errors import AccessDenied, StoreUnavailable
 from ckpt.layout.box import Box
 from ckpt.layout.spec import PARAM
 from ckpt.repo.repository import Repository
@@ -108,7 +110,18 @@ def test_a_layout_that_is_no_whole_is_refused_with_every_problem_on_every_rank()
 
 
 @pytest.mark.parametrize(
-    "bad", [{"step": -1}, {"step": True}, {"step": 1.5}, {"on_divergence": "ignore"}, {"root": ""}, {"root": "s3://x"}]
+    "bad",
+    [
+        {"step": -1},
+        {"step": True},
+        {"step": 1.5},
+        {"on_divergence": "ignore"},
+        {"root": ""},
+        {"root": "s3://x"},
+        {"root": b"x"},
+        {"root": 5},
+        {"root": "file:/x"},
+    ],
 )
 def test_a_wrong_argument_is_refused_before_anything_is_touched(bad):
     store = MemoryStore()
@@ -317,6 +330,65 @@ def test_a_save_moves_no_generator_and_leaves_memory_alone(tmp_path):
     assert random.getstate() == before[0]
     assert torch.equal(torch.get_rng_state(), before[1])
     assert made[0].differences() == []
+
+
+@pytest.mark.parametrize(
+    ("error", "damage"),
+    [
+        (ckpt.StoreError("Is a directory", "k"), True),
+        (AccessDenied("not yours", "k"), False),
+        (StoreUnavailable("503", "k"), False),
+    ],
+    ids=lambda e: type(e).__name__,
+)
+@pytest.mark.parametrize("bad_ranks", [{0, 1}, {1}], ids=["all ranks", "one rank"])
+def test_fallback_passes_over_what_the_store_will_never_give_and_nothing_else(monkeypatch, error, damage, bad_ranks):
+    """A job that takes an old checkpoint because a server was busy has lost hours in silence."""
+    store = MemoryStore()
+    for step in (1, 2):
+        save_all(job(2, step), store)
+    real, rank_of = store.read_into, {}
+
+    def read_into(key: str, *rest: object) -> int:
+        if key.startswith("steps/2/") and rank_of[threading.get_ident()] in bad_ranks:
+            raise error
+        return real(key, *rest)
+
+    monkeypatch.setattr(store, "read_into", read_into)
+    target = job(2, 1, filled=False)
+
+    def load(rank: int) -> ckpt.LoadReport:
+        rank_of[threading.get_ident()] = rank
+        return ckpt.load(target[rank], store, fallback=True)
+
+    results = run_ranks(comms(2), load)
+    if damage:
+        assert [r.step for r in results] == [1, 1]
+        assert all("step 2: " in r.skipped[0] and "Is a directory" in r.skipped[0] for r in results)
+        assert [line for one in target for line in one.differences()] == []
+    else:
+        for result in results:
+            assert type(result) is (type(error) if bad_ranks == {0, 1} else ckpt.RankFailure)
+
+
+def test_ranks_may_name_one_folder_by_different_links(tmp_path):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    made, roots = job(2), (tmp_path / "real/run", f"file://{tmp_path}/link/run")
+    reports = run_ranks(comms(2), lambda r: ckpt.save(made[r], roots[r]))
+    assert [r.root for r in reports] == [str(tmp_path / "real/run")] * 2
+    target = job(2, filled=False)
+    assert [r.step for r in run_ranks(comms(2), lambda r: ckpt.load(target[r], roots[1 - r]))] == [1, 1]
+
+
+def test_a_root_that_is_not_utf8_saves_and_loads(tmp_path):
+    root = os.fsdecode(os.fsencode(tmp_path) + b"/r\xff")
+    assert save_all(job(2), root)[0].root == f"{tmp_path}/r\\udcff"
+    target = job(2, filled=False)
+    load_all(target, root)
+    assert [line for one in target for line in one.differences()] == []
+    with pytest.raises(ckpt.CheckpointExists, match="udcff"):
+        save_all(job(2), root)
 
 
 def test_a_trouble_with_the_parent_only_costs_bytes(caplog):

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import errno
 import os
+import socket
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ckpt.errors import AccessDenied, ObjectNotFound, StoreError, StoreFull, StoreUnavailable
+from ckpt.errors import AccessDenied, ObjectExists, ObjectNotFound, StoreError, StoreFull, StoreUnavailable
 from ckpt.store.local import LocalStore
 
 
@@ -134,7 +135,9 @@ CODES = [
     (errno.EACCES, AccessDenied),
     (errno.EPERM, AccessDenied),
     (errno.EIO, StoreError),
-    (errno.EMFILE, StoreError),
+    (errno.ELOOP, StoreError),
+    (errno.EMFILE, StoreUnavailable),
+    (errno.ENOTCONN, StoreUnavailable),
     (errno.ENAMETOOLONG, StoreError),
     (errno.ESTALE, StoreUnavailable),
     (errno.ETIMEDOUT, StoreUnavailable),
@@ -166,6 +169,80 @@ def test_an_error_while_reading_is_not_taken_for_an_end(tmp_path, os_log, call):
     os_log.fail[call] = OSError(errno.EIO, "Input/output error")
     with pytest.raises(StoreError, match="read 'k'"):
         store.read_into("k", 0, memoryview(bytearray(4)))
+
+
+def reads(store: LocalStore, key: str) -> list[Any]:
+    return [lambda: store.get(key), lambda: store.get(key, 5, 3), lambda: store.read_into(key, 0, memoryview(b""))]
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("kind", ["directory", "FIFO", "character device", "socket"])
+def test_what_is_no_file_is_named_and_never_waited_for(tmp_path, kind):
+    path = tmp_path / "k"
+    server = socket.socket(socket.AF_UNIX)
+    if kind == "directory":
+        path.mkdir()
+    elif kind == "FIFO":
+        os.mkfifo(path)
+    elif kind == "socket":
+        server.bind(str(path))
+    else:
+        path.symlink_to("/dev/zero")
+    before = os.listdir("/proc/self/fd")
+    for call in reads(LocalStore(str(tmp_path)), "k"):
+        with pytest.raises(StoreError) as caught:
+            call()
+        assert type(caught.value) is StoreError
+        assert str(caught.value) == f"read 'k' in {tmp_path}: a {kind} is there, expected a file"
+        assert caught.value.key == "k"
+        assert not caught.value.transient
+    assert os.listdir("/proc/self/fd") == before, "nothing stays open"
+    server.close()
+
+
+def test_a_link_to_itself_is_there_and_cannot_be_read(tmp_path):
+    (tmp_path / "k").symlink_to("k")
+    (tmp_path / "folder").symlink_to("folder")
+    store = LocalStore(str(tmp_path))
+    for key in ("k", "folder/k"):
+        assert store.size(key) == 0
+        for call in reads(store, key):
+            with pytest.raises(StoreError, match=r"Too many levels of symbolic links") as caught:
+                call()
+            assert type(caught.value) is StoreError
+    assert list(store.walk("folder")) == []
+    with pytest.raises(ObjectExists):
+        store.put("k", b"")
+
+
+@pytest.mark.parametrize("nbytes", [2**40, 2**62])
+def test_no_more_is_allocated_than_the_file_has(tmp_path, nbytes):
+    (tmp_path / "k").write_bytes(b"0123456789")
+    store = LocalStore(str(tmp_path))
+    assert store.get("k", 0, nbytes) == b"0123456789"
+    assert store.get("k", 8, nbytes) == b"89"
+    assert store.get("k", 11, nbytes) == b""
+
+
+def test_one_folder_has_one_name_whatever_link_leads_to_it(tmp_path):
+    (tmp_path / "real/run").mkdir(parents=True)
+    (tmp_path / "link").symlink_to("real")
+    for root in ("real/run", "link/run", "link/run/../run", "link/../real/run/"):
+        store = LocalStore(f"{tmp_path}/{root}")
+        assert (store.url, store.root) == (f"{tmp_path}/real/run", f"{tmp_path}/real/run")
+    store.put("k", b"x")
+    assert (tmp_path / "real/run/k").read_bytes() == b"x"
+
+
+def test_a_root_that_is_not_utf8_is_used_as_it_is_and_shown_escaped(tmp_path):
+    root = os.fsdecode(os.fsencode(tmp_path) + b"/r\xff")
+    store = LocalStore(root)
+    assert (store.root, store.url) == (root, f"{tmp_path}/r\\udcff")
+    store.put("k", b"x")
+    assert os.listdir(os.fsencode(tmp_path)) == [b"r\xff"]
+    with pytest.raises(ObjectNotFound) as caught:
+        store.get("no")
+    assert str(caught.value).encode() == f"read 'no' in {tmp_path}/r\\udcff: No such file or directory".encode()
 
 
 @pytest.mark.parametrize("code", [errno.EACCES, errno.EIO, errno.ESTALE])
