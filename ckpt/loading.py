@@ -7,12 +7,13 @@ parameters → scheduler, counters, extras, RNG. Nothing of the engine is touche
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from ckpt.engine.find import adapter_for
-from ckpt.errors import CkptError, LayoutError, MissingState, NoSuchCheckpoint, is_damage
+from ckpt.errors import CkptError, LayoutError, NoSuchCheckpoint, is_damage
 from ckpt.layout.spec import Shard
 from ckpt.plan.load_plan import Catalog, Difference, LoadPlan, build_load_plan, check_difference
 from ckpt.repo.repository import Index, Repository, checked_step
@@ -192,23 +193,21 @@ class _Load:
         ready.saved = choose_objects(
             self.store, index.parts, index.root.world, self.comm.rank, self.comm.world, self.extra, self.strict
         )
-        self._compare(ready.saved)
-        return msgspec.msgpack.encode(plan.difference)
+        return msgspec.msgpack.encode(self._with_objects(plan.difference, ready.saved))
 
-    def _compare(self, saved: Saved) -> None:
+    def _with_objects(self, tensors: Difference, saved: Saved) -> Difference:
+        """Add to the difference in tensors what the engine would miss of the other objects, or have no place for."""
         found = self.adapter.compare(saved.engine)
         if self.strict and found.conflicts:
-            lines = (*found.conflicts, *(f"missing: {m}" for m in found.missing))
-            lines += tuple(f"unexpected: {u}" for u in found.unexpected)
-            raise LayoutError("checkpoint and engine arrange their state differently; see strict=False", lines)
-        if self.strict and (found.missing or found.unexpected):
-            raise MissingState(
-                "checkpoint and engine do not hold the same state; pass strict=False to go on without",
-                found.missing,
-                found.unexpected,
+            raise LayoutError(
+                "checkpoint and engine arrange the same state differently; pass strict=False to keep the engine's",
+                (
+                    *found.conflicts,
+                    *(f"missing: {m}" for m in found.missing),
+                    *(f"unexpected: {u}" for u in found.unexpected),
+                ),
             )
-        saved.missing += found.missing
-        saved.unexpected += found.unexpected
+        return replace(tensors, missing=tensors.missing + found.missing, unexpected=found.unexpected)
 
     def _finish(self, saved: Saved, *, refresh: bool) -> tuple[list[str], list[str], dict[str, Any]]:
         """Return the engine's notes (the same on all ranks), this rank's own notes, and what the user gets back."""
