@@ -56,7 +56,8 @@ def load(
         extra: name -> object with ``load_state_dict`` to put the saved state into. Plain values come back in the
             report's ``extra``.
         strict: raise if checkpoint and engine do not hold the same state; else go on and report the difference.
-        fallback: if the newest checkpoint is damaged, take the newest one before it that is whole, and say so.
+        fallback: if the newest checkpoint is damaged, take the newest one before it that is whole, and say so. The
+            damaged steps stay: a job that comes to them again saves with ``overwrite=True``.
         cast: convert tensors whose dtype differs, and list them; otherwise that is an error.
         timeout: seconds without a sign of life after which a rank counts as lost (default ``CKPT_TIMEOUT``, 300).
 
@@ -79,6 +80,8 @@ def load(
             try:
                 return one.run(candidate, tuple(skipped))
             except CkptError as error:
+                if is_damage(error) and not fallback:
+                    log.error("step %d is damaged; fallback=True takes the newest whole step before it", candidate)
                 if not fallback or not is_damage(error):
                     raise
                 skipped.append(f"step {candidate}: {error}")

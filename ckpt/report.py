@@ -104,7 +104,8 @@ class LoadReport:
     """seconds of this rank by phase: plan, read, finish"""
 
     def __str__(self) -> str:
-        lines = [f"step {self.step}: {_size(self.bytes_read)} read by this rank in {self.seconds:.2f} s"]
+        by = f"saved by {self.saved_world} rank(s), {_size(self.bytes_read)} read by this one"
+        lines = [f"step {self.step}: {by} in {self.seconds:.2f} s"]
         for title in ("missing", "unexpected", "casts", "notes", "skipped"):
             lines += [f"{title}: {line}" for line in getattr(self, title)]
         return "\n  ".join(lines)

@@ -182,7 +182,7 @@ class _Save:
         answer = self.comm.on_root("begin", self._begin_on_root)
         name, parent = msgspec.msgpack.decode(answer, type=tuple[str, int | None])
         made = [f"{attempt_prefix(self.step, name)}/{MARKER}"] if self.comm.rank == 0 else []
-        return Attempt(self.store, self.step, name, parent, made)
+        return Attempt(self.store, self.step, name, parent, self.step if self.overwrite else None, made)
 
     def _begin_on_root(self) -> bytes:
         repo = Repository(self.store)
@@ -195,7 +195,8 @@ class _Save:
         name = f"{int(time.time()):x}-{os.urandom(4).hex()}"  # os.urandom: a save must not move the user's RNG streams
         about = msgspec.json.encode({"world": self.comm.world, "created": _now()})
         self.store.put(f"{attempt_prefix(self.step, name)}/{MARKER}", about)
-        return msgspec.msgpack.encode((name, steps[-1] if steps else None))
+        others = [s for s in steps if s != self.step]
+        return msgspec.msgpack.encode((name, others[-1] if others else None))
 
     def _see(self, attempt: Attempt) -> None:
         """Check that this rank sees what rank 0 has written: otherwise the root is not one directory."""

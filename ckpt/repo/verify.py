@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from ckpt.repo.repository import Index
 
 DAMAGE, GARBAGE = "damage", "garbage"
+SHOWN = 8
+"""Chunks named when a whole pack is bad."""
 _PIECE = 4 << 20
 
 
@@ -131,16 +133,22 @@ def _check_step(
         for pack in part.packs:
             if pack.key not in present:
                 present[pack.key] = _check_pack(repo, pack)
+        lost: dict[str, list[str]] = {}
         for what, entry in _entries(part, index.specs):
             key = part.packs[entry.pack].key
-            problem = present[key]
-            if problem is None:
-                problem = _check_bytes(repo, key, entry, checked)
-                result.bytes_read += entry.nbytes
-                progress(entry.nbytes)
             result.chunks += 1
+            if present[key] is not None:
+                lost.setdefault(key, []).append(what)
+                continue
+            problem = _check_bytes(repo, key, entry, checked)
+            result.bytes_read += entry.nbytes
+            progress(entry.nbytes)
             if problem is not None:
                 result.findings.append(Finding(DAMAGE, key, f"{what}: {problem}", step))
+        for key, names in lost.items():  # one finding for the file, not one for each of its thousands of chunks
+            more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+            held = ", ".join(names[:SHOWN]) + more
+            result.findings.append(Finding(DAMAGE, key, f"{present[key]}: lost with it: {held}", step))
 
 
 def _entries(part: IndexPart, specs: tuple[TensorSpec, ...]) -> Iterable[tuple[str, ChunkEntry | BlobEntry]]:

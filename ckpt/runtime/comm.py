@@ -11,8 +11,7 @@ failed, by the first to give up. A rank that comes later finds the decision, so 
 
 from __future__ import annotations
 
-import math
-import os
+import logging
 import time
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Protocol, TypeVar
@@ -21,17 +20,22 @@ import msgspec
 
 from ckpt.errors import CkptError, ConfigError, RankFailure, from_wire, to_wire
 from ckpt.runtime.liveness import identity, is_dead
+from ckpt.runtime.timeout import checked_timeout, default_timeout
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
 T = TypeVar("T")
 
+log = logging.getLogger("ckpt")
+
 BEAT_SECONDS = 1.0
 NEIGHBOUR_SECONDS = 0.5
 """How often a waiting rank looks whether absent processes of its own host still exist."""
 DEATH_SECONDS = 1.0
 """How long after its connections were closed a dying process may still be seen alive."""
+TELL_SECONDS = 10.0
+"""How long a rank waits for others to call before it says so."""
 LEAVE_SECONDS = 2.0
 """How long rank 0, which may be the host of the store, stays for the others to read why an operation failed."""
 
@@ -123,7 +127,7 @@ class Comm:
             ConfigError: ``timeout`` is not a positive, finite number of seconds.
             RankFailure: names the ranks that did not call within ``timeout`` seconds. Nothing was done.
         """
-        self.timeout = default_timeout() if timeout is None else _checked(timeout, f"timeout={timeout!r}")
+        self.timeout = default_timeout() if timeout is None else checked_timeout(timeout, f"timeout={timeout!r}")
         self._step = 0
         if self.kv is None:
             return
@@ -321,14 +325,24 @@ class Comm:
         if not kv.check([done]):
             self._prepare_entry(key)
             self._arrive(key)
-        deadline, pause = time.monotonic() + self.timeout, 0.0005
+        started, pause = time.monotonic(), 0.0005
+        look, told = started + NEIGHBOUR_SECONDS, False
         while not kv.check([done]):
-            absent = self._absent(key) if time.monotonic() > deadline else []
-            if absent:
+            now = time.monotonic()
+            absent = self._absent(key) if now > min(look, started + self.timeout) else []
+            dead = self._dead(absent)
+            if dead:
+                self._decide(key, _Outcome(False, f"enter {name}", dict.fromkeys(dead, "its process is gone")))
+            elif absent and now > started + self.timeout:
                 late = f"called ckpt.{name} earlier and had given up waiting"
-                missing = f"did not call ckpt.{name} within {self.timeout:g} s"
+                missing = f"did not call ckpt.{name} within {self.timeout:g} s (every rank must call it)"
                 failures = {r: late if r in gave_up else missing for r in absent}
                 self._decide(key, _Outcome(False, f"enter {name}", failures))
+            elif absent:
+                look = now + NEIGHBOUR_SECONDS
+                if not told and now > started + TELL_SECONDS:
+                    told = True
+                    log.warning("ckpt.%s: rank %d waits for rank(s) %s to call it", name, self.rank, absent[:8])
             time.sleep(pause)
             pause = min(pause * 1.5, 0.02)
         return self._outcome(key)
@@ -369,19 +383,3 @@ class Comm:
         key = f"{self._key(self._step)}/bulk"
         self._put(f"{key}/{self.rank}", payload)
         return [bytes(self.store.get(f"{key}/{r}")) for r in range(self.world)]
-
-
-def _checked(seconds: object, said: str) -> float:
-    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < math.inf:
-        raise ConfigError(f"{said} is not a positive number of seconds")
-    return float(seconds)
-
-
-def default_timeout() -> float:
-    """Return the seconds of ``CKPT_TIMEOUT`` (default 300)."""
-    text = os.environ.get("CKPT_TIMEOUT", "300")
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    return _checked(value, f"CKPT_TIMEOUT={text!r}")

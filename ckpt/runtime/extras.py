@@ -44,8 +44,17 @@ def collect(engine_objects: Mapping[str, Any], extra: Mapping[str, Any] | None) 
         if is_stateful(value):
             items.append(_item(name, EXTRA, value.state_dict(), f"extra[{name!r}].state_dict()"))
         else:
-            items.append(_item(name, VALUE, value, f"extra[{name!r}]"))
+            items.append(_plain_item(name, value))
     return items
+
+
+def _plain_item(name: str, value: Any) -> Item:
+    try:
+        return _item(name, VALUE, value, f"extra[{name!r}]")
+    except ConfigError as error:
+        if isinstance(value, Mapping | list | tuple):
+            raise
+        raise ConfigError(f"{error}; an object of your own needs state_dict and load_state_dict") from error
 
 
 def checked_extra(extra: Mapping[str, Any] | None) -> Mapping[str, Any]:

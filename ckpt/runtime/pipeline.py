@@ -19,8 +19,6 @@ from ckpt.runtime.staging import cast_bytes, tensor_bytes
 from ckpt.store.base import Buffer
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     import torch
 
     from ckpt.plan.save_plan import SavePlan
@@ -137,16 +135,16 @@ class Written:
 def write_outputs(
     store: Store,
     outputs: list[Output],
-    known: Mapping[tuple[str, int], tuple[PackRef, int]],
+    known: Callable[[str, int], tuple[PackRef, int] | None],
     pack_key: Callable[[int], str],
     beat: Callable[[], None],
 ) -> Written:
-    """Store every output once: not at all if ``known`` (an earlier step's packs) has its bytes, once if several agree.
+    """Store every output once: not at all if an earlier step has its bytes, once if several agree.
 
     Args:
         store: where packs go.
         outputs: what this rank owns.
-        known: (digest, nbytes) -> where the parent checkpoint has these bytes.
+        known: digest, nbytes -> where an earlier step has these bytes, or None.
         pack_key: number -> key of a new pack of this attempt.
         beat: called after every chunk.
     """
@@ -154,10 +152,13 @@ def write_outputs(
     reused: dict[tuple[str, int], tuple[PackRef, int]] = {}
     for k, output in enumerate(outputs):
         identity = (output.digest, output.nbytes)
-        if identity in known:
-            reused[identity] = known[identity]
+        if identity in fresh or identity in reused:
+            continue
+        place_before = known(*identity)
+        if place_before is None:
+            fresh[identity] = k
         else:
-            fresh.setdefault(identity, k)
+            reused[identity] = place_before
     items = [
         (k, PackItem(outputs[k].name, outputs[k].dtype, outputs[k].shape, outputs[k].nbytes)) for k in fresh.values()
     ]

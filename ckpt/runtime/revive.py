@@ -86,7 +86,7 @@ def choose_objects(
     saved.unexpected = tuple(f"extra {n!r}" for n in sorted(saved.states) if n not in stateful)
     if strict and (saved.missing or saved.unexpected):
         raise MissingState(
-            "the extras of this load are not those of the save; pass the same names, or strict=False",
+            "the extras of this load are not those of the save; pass extra= as to ckpt.save, or strict=False",
             saved.missing,
             saved.unexpected,
         )

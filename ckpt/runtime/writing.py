@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from ckpt.errors import CkptError
-from ckpt.format.digest import from_raw
+from ckpt.format.digest import digest, from_raw
 from ckpt.format.manifest import DERIVED, BlobEntry, ChunkEntry, Divergence, FileRef, IndexPart, PackRef
 from ckpt.repo.repository import Repository, attempt_prefix
 from ckpt.runtime.extras import Item, item_entry, item_outputs
-from ckpt.runtime.pipeline import Output, Settled, write_outputs
+from ckpt.runtime.pipeline import Output, Settled, Written, write_outputs
 from ckpt.store.base import Store
 
 if TYPE_CHECKING:
@@ -44,6 +44,8 @@ class Attempt:
     name: str
     parent: int | None
     """the newest committed step, whose chunks may be referenced"""
+    avoid: int | None
+    """the step that is being replaced: nothing of its own may be referenced"""
     made: list[str]
 
     def key(self, path: str) -> str:
@@ -80,8 +82,9 @@ def write_own(attempt: Attempt, rank: int, layout: str, content: Content, beat: 
     def pack_key(number: int) -> str:
         return attempt.key(f"packs/rank{rank:05d}-{number:03d}.safetensors")
 
-    known = known_bytes(attempt.store, attempt.parent, rank, layout)
-    written = write_outputs(attempt.store, everything, known, pack_key, beat)
+    parent = Parent(attempt, rank, layout)
+    written = write_outputs(attempt.store, everything, parent.place_of, pack_key, beat)
+    remember(attempt.store, everything, written)
     places = iter(written.places)
     chunks = []
     for entry in content.entries:
@@ -103,16 +106,26 @@ def write_own(attempt: Attempt, rank: int, layout: str, content: Content, beat: 
     )
 
 
-def known_bytes(store: Store, parent: int | None, rank: int, layout: str) -> dict[tuple[str, int], tuple[PackRef, int]]:
-    """Return (digest, nbytes) -> place of what the parent step holds already.
+_proved: dict[str, set[tuple[str, int, str]]] = {}
+"""Store -> (pack, start, digest) of what this process wrote or referenced in its last save there."""
 
-    Only a saving: any trouble with the parent means that everything is written.
-    """
-    known: dict[tuple[str, int], tuple[PackRef, int]] = {}
-    if parent is None:
-        return known
-    repo = Repository(store)
-    try:
+
+class Parent:
+    """The bytes of an earlier step that need not be written again. Only a saving: any trouble means writing."""
+
+    def __init__(self, attempt: Attempt, rank: int, layout: str) -> None:
+        self.store = attempt.store
+        self._places: dict[tuple[str, int], tuple[PackRef, int]] = {}
+        if attempt.parent is None:
+            return
+        try:
+            self._read(attempt.parent, rank, layout, "" if attempt.avoid is None else f"steps/{attempt.avoid}/")
+        except CkptError as error:
+            log.warning("step %s cannot be built upon, everything is written: %s", attempt.parent, error)
+            self._places.clear()
+
+    def _read(self, parent: int, rank: int, layout: str, avoid: str) -> None:
+        repo = Repository(self.store)
         root = repo.read_root(repo.read_commit(parent))
         # With an unchanged layout this rank owns the same chunks as then, and needs to read only its own part.
         index = repo.read_index(parent, [rank] if root.layout == layout else None)
@@ -121,16 +134,37 @@ def known_bytes(store: Store, parent: int | None, rank: int, layout: str) -> dic
             blobs = [b for o in part.objects for b in (o.document, *(b for t in o.tensors for b in t.blobs))]
             places: list[ChunkEntry | BlobEntry] = [*part.chunks, *blobs]
             for entry in places:
-                if entry.pack != DERIVED:
-                    pack = part.packs[entry.pack]
-                    if pack not in there:
-                        there[pack] = store.size(pack.key) == pack.nbytes
-                    if there[pack]:
-                        known[entry.digest, entry.nbytes] = (pack, entry.start)
-    except CkptError as error:
-        log.warning("step %s cannot be built upon, everything is written: %s", parent, error)
-        return {}
-    return known
+                if entry.pack == DERIVED or (avoid and part.packs[entry.pack].key.startswith(avoid)):
+                    continue
+                pack = part.packs[entry.pack]
+                if pack not in there:
+                    there[pack] = self.store.size(pack.key) == pack.nbytes
+                if there[pack]:
+                    self._places[entry.digest, entry.nbytes] = (pack, entry.start)
+
+    def place_of(self, digest_: str, nbytes: int) -> tuple[PackRef, int] | None:
+        """Return where these bytes are, or None.
+
+        Bytes that this process did not write are read once and checked: a step that refers to rotten bytes would be
+        committed as good.
+        """
+        found = self._places.get((digest_, nbytes))
+        if found is None or (found[0].key, found[1], digest_) in _proved.get(self.store.url, ()):
+            return found
+        buffer = memoryview(bytearray(nbytes))
+        try:
+            sound = self.store.read_into(found[0].key, found[1], buffer) == nbytes and digest(buffer) == digest_
+        except CkptError:
+            sound = False
+        if not sound:
+            log.warning("pack %s is damaged at %d: these bytes are written again", found[0].key, found[1])
+        return found if sound else None
+
+
+def remember(store: Store, outputs: list[Output], written: Written) -> None:
+    """Note what this save wrote or checked, in place of what the last one did."""
+    places = zip(outputs, written.places, strict=True)
+    _proved[store.url] = {(written.packs[pack].key, start, o.digest) for o, (pack, start) in places}
 
 
 def divergences_of(plan: SavePlan, settled: Settled) -> list[Divergence]:

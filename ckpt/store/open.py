@@ -29,7 +29,9 @@ def open_store(root: Root) -> Store:
     except TypeError:
         text = None
     if type(text) is not str or not text:
-        raise ConfigError(f"root {root!r} is not a path or URL")
+        # Not its repr: of a model, given in the wrong place, that is hundreds of lines.
+        shown = "''" if text == "" else f"(a {type(root).__name__})"
+        raise ConfigError(f"root {shown} is not a path or URL")
     if _HALF_URL.match(text):
         raise ConfigError(f"root {text!r}: a URL has '://' (file:///path), and a path of such a name begins with './'")
     scheme, separator, rest = text.partition("://")

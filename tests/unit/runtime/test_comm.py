@@ -179,16 +179,20 @@ def test_after_a_failure_the_next_operation_works(job):
 
 def test_rank_0_alone_is_told_who_is_missing_and_the_next_common_entry_works(job):
     alone = job.run(lambda comm: comm.enter("save", 0.2), only=(0,))
-    same_failure(alone, "enter save", dict.fromkeys((1, 2), "did not call ckpt.save within 0.2 s"))
+    same_failure(
+        alone, "enter save", dict.fromkeys((1, 2), "did not call ckpt.save within 0.2 s (every rank must call it)")
+    )
     again = job.run(lambda comm: comm.enter("save", 0.2), only=(0,))
-    same_failure(again, "enter save", dict.fromkeys((1, 2), "did not call ckpt.save within 0.2 s"))
+    same_failure(
+        again, "enter save", dict.fromkeys((1, 2), "did not call ckpt.save within 0.2 s (every rank must call it)")
+    )
     assert job.run(lambda comm: (comm.enter("save", LONG), comm.run("a", lambda: comm.rank))[1]) == {0: 0, 1: 1, 2: 2}
 
 
 def test_those_who_wait_together_blame_only_the_one_who_never_came(job):
     """The first to give up took its arrival back, and the next to give up named it as missing."""
     results = job.run(lambda comm: comm.enter("save", 0.1 + 0.4 * comm.rank), only=(0, 1))
-    same_failure(results, "enter save", {2: "did not call ckpt.save within 0.1 s"})
+    same_failure(results, "enter save", {2: "did not call ckpt.save within 0.1 s (every rank must call it)"})
     assert job.run(lambda comm: (comm.enter("save", LONG), comm.run("a", lambda: comm.rank))[1]) == {0: 0, 1: 1, 2: 2}
 
 
@@ -217,7 +221,7 @@ def test_one_after_the_other_is_told_that_the_peer_has_been_there():
     same_failure(
         job.run(lambda comm: comm.enter("save", 0.1), only=(0,)),
         "enter save",
-        {1: "did not call ckpt.save within 0.1 s"},
+        {1: "did not call ckpt.save within 0.1 s (every rank must call it)"},
     )
     late = job.run(lambda comm: comm.enter("save", 0.1), only=(1,))
     same_failure(late, "enter save", {0: "called ckpt.save earlier and had given up waiting"})
@@ -353,7 +357,9 @@ def test_an_interrupted_entry_does_not_count(job, monkeypatch):
     assert isinstance(job.run(lambda comm: comm.enter("save", LONG), only=(0,))[0], KeyboardInterrupt)
     monkeypatch.setattr("ckpt.runtime.comm.time.sleep", real)
     again = job.run(lambda comm: comm.enter("save", 0.2), only=(0,))
-    same_failure(again, "enter save", dict.fromkeys((1, 2), "did not call ckpt.save within 0.2 s"))
+    same_failure(
+        again, "enter save", dict.fromkeys((1, 2), "did not call ckpt.save within 0.2 s (every rank must call it)")
+    )
     assert job.run(lambda comm: (comm.enter("save", LONG), comm.run("a", lambda: comm.rank))[1]) == {0: 0, 1: 1, 2: 2}
 
 
@@ -376,7 +382,9 @@ def test_a_timeout_that_is_no_number_of_seconds_is_refused_before_arrival(job, s
     for result in job.run(lambda comm: comm.enter("save", seconds), only=(0,)).values():
         assert isinstance(result, ConfigError)
     alone = job.run(lambda comm: comm.enter("save", 0.1), only=(0,))
-    same_failure(alone, "enter save", dict.fromkeys((1, 2), "did not call ckpt.save within 0.1 s"))
+    same_failure(
+        alone, "enter save", dict.fromkeys((1, 2), "did not call ckpt.save within 0.1 s (every rank must call it)")
+    )
 
 
 def test_keys_do_not_accumulate(job):

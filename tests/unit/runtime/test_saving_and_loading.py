@@ -14,6 +14,7 @@ from ckpt.errors import AccessDenied, StoreUnavailable
 from ckpt.layout.box import Box
 from ckpt.layout.spec import PARAM
 from ckpt.repo.repository import Repository
+from ckpt.repo.verify import verify
 from ckpt.runtime.agree import cached_layout
 from ckpt.runtime.rng import capture_rng, restore_rng
 from ckpt.store.local import LocalStore
@@ -424,3 +425,48 @@ def test_the_default_root_is_the_environments(monkeypatch, tmp_path):
     assert report.root == str(tmp_path / "env")
     assert ckpt.latest() == 1
     assert os.listdir(tmp_path) == ["env"]
+
+
+def _spoil(store: MemoryStore, step: int) -> None:
+    """Change the last byte of every pack of a step."""
+    for key in [k for k in store.objects if k.startswith(f"steps/{step}/") and "/packs/" in k]:
+        store.objects[key] = store.objects[key][:-1] + bytes([store.objects[key][-1] ^ 1])
+
+
+def test_replacing_a_damaged_step_repairs_it_although_nothing_has_changed():
+    """The new attempt took its chunks from the very step that it was to replace."""
+    store, made = MemoryStore(), job(2)
+    save_all(made, store)
+    _spoil(store, 1)
+    assert verify(Repository(store)).damaged
+    report = save_all(made, store, overwrite=True)[0]
+    assert report.bytes_reused == 0
+    assert not verify(Repository(store), 1).damaged
+    load_all(job(2, filled=False), store)
+
+
+def test_rotten_bytes_of_the_step_before_are_written_again_and_not_referenced(monkeypatch, caplog):
+    """A new process met a damaged parent, referred to its chunks by digest, and reported a durable step."""
+    store, made = MemoryStore(), job(2)
+    save_all(made, store)
+    _spoil(store, 1)
+    monkeypatch.setattr("ckpt.runtime.writing._proved", {})  # what a new process knows
+    report = save_all(made, store, step=2)[0]
+    assert report.bytes_reused > 0, "only what is rotten is written again"
+    assert "is damaged at" in caplog.text
+    assert not verify(Repository(store), 2).damaged
+
+
+def test_what_this_process_wrote_is_referenced_without_a_read():
+    class Counting(MemoryStore):
+        reads = 0
+
+        def read_into(self, key, start, buffer):
+            self.reads += 1
+            return super().read_into(key, start, buffer)
+
+    store, made = Counting(), job(1)
+    save_all(made, store)
+    report = save_all(made, store, step=2)[0]
+    assert (report.bytes_written, store.reads) == (0, 0)
+    assert report.bytes_reused > 0
