@@ -36,7 +36,7 @@ DEATH_SECONDS = 1.0
 """How long after its connections were closed a dying process may still be seen alive."""
 TELL_SECONDS = 10.0
 """How long a rank waits for others to call before it says so."""
-LEAVE_SECONDS = 2.0
+LEAVE_SECONDS = 0.5
 """How long rank 0, which may be the host of the store, stays for the others to read why an operation failed."""
 
 
