@@ -248,3 +248,12 @@ def tcp_store(rank: int, world: int, *, root: str, port: int, kill: bool) -> dic
     if rank == 0:
         os._exit(7)
     return result
+
+
+def other_layout(rank: int, world: int, *, root: str) -> dict[str, Any]:
+    """Save with two buffers of another shape and another dtype on rank 1."""
+    job = make_engine(**ENGINE)
+    if rank == 1:
+        job.module.running = torch.zeros(4, 24)
+        job.module.tokens_seen = job.module.tokens_seen.float()
+    return _attempt(lambda: ckpt.save(job, root))

@@ -177,3 +177,11 @@ def test_the_death_of_the_rank_that_hosts_the_store_is_an_error_of_ours(tmp_path
 def test_the_host_of_the_store_does_not_go_before_the_others_know(tmp_path: Path) -> None:
     outcomes = ranks(3, f"{CASES}:tcp_store", root=str(tmp_path), port=_free_port(), kill=False)
     assert [o.value["error"] for o in outcomes[1:]] == [None, None]
+
+
+def test_ranks_that_disagree_on_the_layout_are_told_of_every_tensor_at_once(tmp_path: Path) -> None:
+    for result in ranks(2, f"{CASES}:other_layout", root=str(tmp_path)).values():
+        assert result["error"] == "LayoutError"
+        assert "'running' (buffer): ranks disagree on dtype or shape" in result["text"]
+        assert "float32[3, 24] on rank(s) 0, float32[4, 24] on rank(s) 1" in result["text"]
+        assert "'tokens_seen' (buffer)" in result["text"]

@@ -59,3 +59,16 @@ def test_no_element_is_misplaced_by_any_layout_to_any_layout(stage: int, world: 
     counts = {f"stage{s}-{w}": 2 if s == 0 and saved_dtype(s, w) == "bf16" else 1 for s, w in LAYOUTS}
     loaded = ranks(world, f"{CASES}:load_all_indexed", timeout=120, root=indexed, counts=counts, engine=engine)
     assert loaded.values() == [[]] * world
+
+
+def test_eight_ranks_load_into_three_and_five(tmp_path: Any) -> None:
+    root, engine = str(tmp_path), {"stage": 1, "dtype": "bf16"}
+    ranks(1, f"{CASES}:names_in_order", root=root).values()
+    saved = ranks(8, f"{CASES}:save_indexed", timeout=120, root=root, engine=engine).values()[0]
+    assert max(saved["by_rank"]) <= 1.25 * saved["written"] / 8
+    for world, stage, dtype in ((3, 3, "bf16"), (5, 2, "fp32")):
+        engine = {"stage": stage, "dtype": dtype}
+        loaded = ranks(
+            world, f"{CASES}:load_all_indexed", timeout=120, root=root, counts={"stage1-8": 1}, engine=engine
+        )
+        assert loaded.values() == [[]] * world
