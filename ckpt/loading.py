@@ -80,9 +80,10 @@ def load(
             try:
                 return one.run(candidate, tuple(skipped))
             except CkptError as error:
-                if is_damage(error) and not fallback:
+                if not is_damage(error):
+                    raise
+                if not fallback:
                     log.error("step %d is damaged; fallback=True takes the newest whole step before it", candidate)
-                if not fallback or not is_damage(error):
                     raise
                 skipped.append(f"step {candidate}: {error}")
                 log.warning("step %d is damaged, falling back to the one before: %s", candidate, error)

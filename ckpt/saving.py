@@ -21,7 +21,7 @@ from ckpt.errors import CheckpointExists, ConfigError, RankFailure, ReplicaDiver
 from ckpt.format.digest import from_raw
 from ckpt.format.manifest import VERSION, CommitBody, Divergence, IndexRoot
 from ckpt.layout.spec import BUFFER, RankLayout, Shard
-from ckpt.repo.repository import Repository, attempt_prefix, checked_step
+from ckpt.repo.repository import Repository, attempt_marker, checked_step
 from ckpt.report import SaveReport, Stopwatch
 from ckpt.runtime.agree import Hello, JobPlan, cached_layout, exchange_hellos, job_plan, layout_digest
 from ckpt.runtime.extras import Item, collect, owned_items
@@ -181,7 +181,7 @@ class _Save:
     def _begin(self) -> Attempt:
         answer = self.comm.on_root("begin", self._begin_on_root)
         name, parent = msgspec.msgpack.decode(answer, type=tuple[str, int | None])
-        made = [f"{attempt_prefix(self.step, name)}/{MARKER}"] if self.comm.rank == 0 else []
+        made = [attempt_marker(self.step, name)] if self.comm.rank == 0 else []
         return Attempt(self.store, self.step, name, parent, self.step if self.overwrite else None, made)
 
     def _begin_on_root(self) -> bytes:
@@ -194,13 +194,13 @@ class _Save:
             )
         name = f"{int(time.time()):x}-{os.urandom(4).hex()}"  # os.urandom: a save must not move the user's RNG streams
         about = msgspec.json.encode({"world": self.comm.world, "created": _now()})
-        self.store.put(f"{attempt_prefix(self.step, name)}/{MARKER}", about)
+        self.store.put(attempt_marker(self.step, name), about)
         others = [s for s in steps if s != self.step]
         return msgspec.msgpack.encode((name, others[-1] if others else None))
 
     def _see(self, attempt: Attempt) -> None:
         """Check that this rank sees what rank 0 has written: otherwise the root is not one directory."""
-        key = f"{attempt_prefix(self.step, attempt.name)}/{MARKER}"
+        key = attempt_marker(self.step, attempt.name)
         deadline = time.monotonic() + min(VISIBLE_SECONDS, self.comm.timeout / 2)
         while self.store.size(key) is None:
             if time.monotonic() > deadline:
@@ -287,9 +287,6 @@ class _Save:
             index=index,
         )
         return msgspec.msgpack.encode(index.nbytes + repo.commit(body, overwrite=self.overwrite))
-
-
-MARKER = "attempt.json"
 
 
 def _totals(job: JobPlan, done: list[Done], divergences: list[Divergence]) -> dict[str, int]:

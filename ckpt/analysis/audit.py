@@ -6,15 +6,18 @@ data corruption, an unsynchronised buffer), never a reason to lose the job.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     import numpy.typing as npt
+
+Content = TypeVar("Content", bound=Hashable)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +34,18 @@ class Verdict:
         return len(self.copies) == 1
 
 
-def elect(contents: Mapping[int, Hashable]) -> int:
-    """Return the rank whose content is kept: the lowest of a majority of more than half, else the lowest of all."""
-    sides: dict[Hashable, list[int]] = {}
+def _sides(contents: Mapping[int, Content]) -> dict[Content, tuple[int, ...]]:
+    """Return content -> the ranks that have it, ascending; contents in the order of their lowest rank."""
+    sides: dict[Content, list[int]] = {}
     for rank in sorted(contents):
         sides.setdefault(contents[rank], []).append(rank)
-    return next((ranks[0] for ranks in sides.values() if 2 * len(ranks) > len(contents)), min(contents))
+    return {content: tuple(ranks) for content, ranks in sides.items()}
+
+
+def elect(contents: Mapping[int, Hashable]) -> int:
+    """Return the rank whose content is kept: the lowest of a majority of more than half, else the lowest of all."""
+    sides = _sides(contents).values()
+    return next((ranks[0] for ranks in sides if 2 * len(ranks) > len(contents)), min(contents))
 
 
 def judge(digests: Mapping[int, bytes], planned_owner: int, keep: int | None = None) -> Verdict:
@@ -45,12 +54,10 @@ def judge(digests: Mapping[int, bytes], planned_owner: int, keep: int | None = N
     The bytes of rank ``keep`` are kept, by default those of the rank that :func:`elect` names. The planned owner writes
     them if it has them, otherwise the lowest rank that does.
     """
-    copies: dict[bytes, list[int]] = {}
-    for rank in sorted(digests):
-        copies.setdefault(digests[rank], []).append(rank)
+    copies = _sides(digests)
     kept = digests[elect(digests) if keep is None else keep]
     owner = planned_owner if planned_owner in copies[kept] else copies[kept][0]
-    return Verdict(kept, owner, {d: tuple(ranks) for d, ranks in copies.items()})
+    return Verdict(kept, owner, copies)
 
 
 def find_diverging(

@@ -53,14 +53,24 @@ class Index:
     parts: tuple[IndexPart, ...]
 
 
+def step_prefix(step: int) -> str:
+    """Return the folder of a step: its commit and all attempts to save it."""
+    return f"steps/{step}"
+
+
 def attempt_prefix(step: int, attempt: str) -> str:
     """Return the folder of one attempt to save ``step``."""
-    return f"steps/{step}/{attempt}"
+    return f"{step_prefix(step)}/{attempt}"
+
+
+def attempt_marker(step: int, attempt: str) -> str:
+    """Return the key of the file that rank 0 writes first, for the others to see."""
+    return f"{attempt_prefix(step, attempt)}/attempt.json"
 
 
 def commit_key(step: int) -> str:
     """Return the key of THE commit point of a step."""
-    return f"steps/{step}/commit.json"
+    return f"{step_prefix(step)}/commit.json"
 
 
 def checked_step(step: object) -> int:

@@ -15,7 +15,7 @@ from ckpt.format.digest import digest
 from ckpt.format.manifest import DERIVED, BlobEntry, ChunkEntry, IndexPart, PackRef
 from ckpt.format.pack import MAX_HEADER, parse_header
 from ckpt.layout.box import Box, first_overlap
-from ckpt.repo.repository import MARKER, Repository, commit_key
+from ckpt.repo.repository import MARKER, Repository, attempt_marker, commit_key, step_prefix
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -104,11 +104,11 @@ def _read_index(repo: Repository, step: int, result: Verification, used: set[str
         result.findings.append(Finding(DAMAGE, key, str(error), step))
     else:
         used.add(index.commit.index.key)
-        used.add(f"steps/{step}/{index.commit.attempt}/attempt.json")
+        used.add(attempt_marker(step, index.commit.attempt))
         used.update(ref.key for ref in index.root.parts)
         used.update(pack.key for part in index.parts for pack in part.packs)
         return index
-    used.update(info.key for info in repo.store.walk(f"steps/{step}"))
+    used.update(info.key for info in repo.store.walk(step_prefix(step)))
     return None
 
 

@@ -11,7 +11,7 @@ import msgspec
 from ckpt.errors import CkptError
 from ckpt.format.digest import digest, from_raw
 from ckpt.format.manifest import DERIVED, BlobEntry, ChunkEntry, Divergence, FileRef, IndexPart, PackRef
-from ckpt.repo.repository import Repository, attempt_prefix
+from ckpt.repo.repository import Repository, attempt_prefix, step_prefix
 from ckpt.runtime.extras import Item, item_entry, item_outputs
 from ckpt.runtime.pipeline import Output, Settled, Written, write_outputs
 from ckpt.store.base import Store
@@ -119,7 +119,7 @@ class Parent:
         if attempt.parent is None:
             return
         try:
-            self._read(attempt.parent, rank, layout, "" if attempt.avoid is None else f"steps/{attempt.avoid}/")
+            self._read(attempt.parent, rank, layout, "" if attempt.avoid is None else f"{step_prefix(attempt.avoid)}/")
         except CkptError as error:
             log.warning("step %s cannot be built upon, everything is written: %s", attempt.parent, error)
             self._places.clear()
