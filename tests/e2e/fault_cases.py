@@ -27,9 +27,12 @@ class Counter:
 
     def __init__(self, strike_at: int | None = None) -> None:
         self.count, self.strike_at, self.trace = 0, strike_at, list[str]()
+        self.paused = False
 
     def tick(self, what: str) -> None:
         """Count one operation; SIGKILL this process if it is the one."""
+        if self.paused:
+            return
         self.count += 1
         self.trace.append(what)
         if self.count == self.strike_at:
@@ -51,6 +54,17 @@ class Counter:
                 return counted
 
         local.os = Wrapped()  # type: ignore[attr-defined,assignment]
+        # Which rank makes a directory is a race between them: counted, it would move all points behind it.
+        make = local.LocalStore._make_parent
+
+        def make_parent(store: local.LocalStore, path: str) -> str:
+            self.paused = True
+            try:
+                return make(store, path)
+            finally:
+                self.paused = False
+
+        local.LocalStore._make_parent = make_parent  # type: ignore[method-assign]
         original = Comm._next
 
         def step(comm: Comm) -> str:
