@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from ckpt.engine.parallel import Parallel
     from ckpt.errors import (
         CheckpointExists,
         CkptError,
@@ -34,6 +35,7 @@ _HOME = {
     "load": "ckpt.loading",
     "latest": "ckpt.loading",
     "steps": "ckpt.loading",
+    "Parallel": "ckpt.engine.parallel",
     "SaveReport": "ckpt.report",
     "LoadReport": "ckpt.report",
     "CkptError": "ckpt.errors",
@@ -64,6 +66,7 @@ __all__ = [
     "MissingChunk",
     "MissingState",
     "NoSuchCheckpoint",
+    "Parallel",
     "RankFailure",
     "ReplicaDivergence",
     "SaveReport",

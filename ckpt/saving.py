@@ -163,8 +163,14 @@ class _Save:
         state = adapter.describe()
         self.step = checked_step(adapter.step() if self.step_asked is None else self.step_asked)
         shards = tuple(Shard(s.spec, s.box) for s in state.shards)
-        aliases, derived = tuple(sorted(state.aliases.items())), tuple(sorted(state.derived))
-        self.layout = RankLayout(self.comm.rank, shards, aliases, derived)
+        self.layout = RankLayout(
+            self.comm.rank,
+            shards,
+            tuple(sorted(state.aliases.items())),
+            tuple(sorted(state.derived)),
+            tuple(sorted(state.groups.items())),
+            tuple(sorted(state.unused)),
+        )
         self.pieces = PieceTable(state.shards)
         self.items = collect(state.objects, self.extra)
         return Hello(

@@ -26,7 +26,7 @@ LEVEL = {
     "store": 2, "format": 2, "analysis": 2,
     "repo": 3, "plan": 3,
     "runtime": 4, "gradlog": 4, "engine": 4, "convert": 4,
-    "saving": 5, "loading": 5, "checkpointer": 5,
+    "saving": 5, "loading": 5, "auditing": 5, "analyzing": 5, "checkpointer": 5,
     "cli": 6,
     "__main__": 7, "__init__": 7,
 }  # fmt: skip
@@ -34,8 +34,10 @@ LEVEL = {
 # Tighter than their level: an adapter knows nothing of plans and bytes, a store nothing but keys and bytes.
 ONLY = {"engine": {"layout", "errors"}, "store": {"errors"}}
 
-# Inside these a file may import its contract, its own family (same first word: deepspeed, deepspeed_zero) and no other.
+# Inside these a file may import its contract, what all families share (shared_state), its own family (same first word:
+# deepspeed, deepspeed_zero) and no other.
 FAMILIES = {"engine": "base"}
+SHARED = "shared"
 CHOOSERS = {"engine/find.py"}  # picks the adapter, so it knows them all
 
 TORCH_PARTS = {"engine", "runtime", "gradlog", "convert"}
@@ -121,7 +123,7 @@ def check_family(path: str, line: int, module: str) -> list[str]:
     if part not in FAMILIES or not names or path in CHOOSERS:
         return []
     family, target = (name.split("_")[0] for name in (Path(path).stem, names[0]))
-    if target in (family, FAMILIES[part]):
+    if target in (family, FAMILIES[part], SHARED):
         return []
     return [f"{path}:{line}: imports {module}: adapters see ckpt.{part}.{FAMILIES[part]} and their own family only"]
 

@@ -34,7 +34,7 @@ class Verdict:
         return len(self.copies) == 1
 
 
-def _sides(contents: Mapping[int, Content]) -> dict[Content, tuple[int, ...]]:
+def sides_of(contents: Mapping[int, Content]) -> dict[Content, tuple[int, ...]]:
     """Return content -> the ranks that have it, ascending; contents in the order of their lowest rank."""
     sides: dict[Content, list[int]] = {}
     for rank in sorted(contents):
@@ -44,7 +44,7 @@ def _sides(contents: Mapping[int, Content]) -> dict[Content, tuple[int, ...]]:
 
 def elect(contents: Mapping[int, Hashable]) -> int:
     """Return the rank whose content is kept: the lowest of a majority of more than half, else the lowest of all."""
-    sides = _sides(contents).values()
+    sides = sides_of(contents).values()
     return next((ranks[0] for ranks in sides if 2 * len(ranks) > len(contents)), min(contents))
 
 
@@ -54,7 +54,7 @@ def judge(digests: Mapping[int, bytes], planned_owner: int, keep: int | None = N
     The bytes of rank ``keep`` are kept, by default those of the rank that :func:`elect` names. The planned owner writes
     them if it has them, otherwise the lowest rank that does.
     """
-    copies = _sides(digests)
+    copies = sides_of(digests)
     kept = digests[elect(digests) if keep is None else keep]
     owner = planned_owner if planned_owner in copies[kept] else copies[kept][0]
     return Verdict(kept, owner, copies)

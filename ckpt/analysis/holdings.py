@@ -15,13 +15,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from ckpt.layout.box import overlaps
+from ckpt.layout.box import Box, overlaps
 from ckpt.layout.spec import ITEMSIZE, PARAM
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
-    from ckpt.layout.box import Box
     from ckpt.layout.graph import Cell, ShardGraph
     from ckpt.layout.spec import TensorSpec
 
@@ -58,7 +57,7 @@ class RankSets:
 
 @dataclass(frozen=True, slots=True)
 class RoleColumn:
-    """One role of a tensor. ``scalar``: one value for the whole tensor (Adam's ``step``) whatever the tensor's shape."""
+    """One role of a tensor. ``scalar``: one value for the whole tensor (Adam's ``step``), whatever its shape."""
 
     role: str
     dtype: str
@@ -76,7 +75,8 @@ class TensorRows:
 
     ``volume[i]``: elements of row ``i``, int64 ``[rows]``, summing to the tensor's number of elements.
     ``holders[i, c]``: number (in :class:`RankSets`) of the ranks that hold column ``c`` of row ``i``'s elements,
-    int64 ``[rows, columns]``. No two rows are equal in all columns. A scalar column is the same in all rows.
+    int64 ``[rows, columns]``. No two rows are equal in all columns. A scalar column is the same in all rows. A tensor
+    without elements has one row of volume 0, because its scalars are state all the same.
     ``derived``: the param is claimed to be cast(master).
     """
 
@@ -121,45 +121,71 @@ def merged_rows(volume: Numbers, holders: Numbers) -> tuple[Numbers, Numbers]:
     return total, rows
 
 
-def holdings_of(graph: ShardGraph) -> Holdings:
-    """Return the holdings of a graph: the roles of each tensor intersected, cell by cell.
+@dataclass(frozen=True, slots=True)
+class TensorPieces:
+    """Where the rows of a tensor lie: boxes that cross no cell of any role.
 
-    A role whose shape is not the tensor's is a scalar if it has one element; the tensor's shape is that of its param,
-    else of its first role.
+    ``holders[p][c]``: ranks, ascending, that hold column ``c`` of ``boxes[p]``.
     """
-    sets = RankSets()
+
+    fqn: str
+    shape: tuple[int, ...]
+    columns: tuple[RoleColumn, ...]
+    boxes: tuple[Box, ...]
+    holders: tuple[tuple[tuple[int, ...], ...], ...]
+
+
+def pieces_of(graph: ShardGraph) -> Iterator[TensorPieces]:
+    """Yield the pieces of every tensor, by FQN: its roles intersected, cell by cell. The graph must have no problems.
+
+    The tensor's shape is that of its param, else of its first role. A role of another shape is a scalar of the tensor
+    if it has one element, otherwise (a factored second moment) a tensor of its own under the same FQN: which of its
+    elements belongs to which of the param's is known to the optimizer alone.
+    """
     by_fqn: dict[str, list[TensorSpec]] = {}
     for spec in graph.specs:
         by_fqn.setdefault(spec.fqn, []).append(spec)
-    tensors = []
     for fqn, specs in sorted(by_fqn.items()):
         main = next((s for s in specs if s.role == PARAM), specs[0])
-        columns = tuple(RoleColumn(s.role, s.dtype, s.shape != main.shape) for s in specs)
-        volume, holders = _rows(main, specs, graph, sets)
-        tensors.append(TensorRows(fqn, main.shape, columns, fqn in graph.derived, volume, holders))
+        scalars = [s for s in specs if s.shape != main.shape and prod(s.shape) == 1]
+        yield _pieces(fqn, main, [s for s in specs if s.shape == main.shape or s in scalars], graph)
+        yield from (_pieces(fqn, s, [s], graph) for s in specs if s.shape != main.shape and s not in scalars)
+
+
+def holdings_of(graph: ShardGraph) -> Holdings:
+    """Return the holdings of a graph without problems."""
+    sets = RankSets()
+    tensors = []
+    for one in pieces_of(graph):
+        volume = np.array([box.volume for box in one.boxes], np.int64)
+        holders = np.array([[sets.number(ranks) for ranks in piece] for piece in one.holders], np.int64)
+        merged = merged_rows(volume, holders.reshape(len(volume), len(one.columns)))
+        derived = one.fqn in graph.derived and any(column.role == PARAM for column in one.columns)
+        tensors.append(TensorRows(one.fqn, one.shape, one.columns, derived, *merged))
     return Holdings(graph.world, sets, tuple(tensors), dict(graph.aliases))
 
 
-def _rows(main: TensorSpec, specs: list[TensorSpec], graph: ShardGraph, sets: RankSets) -> tuple[Numbers, Numbers]:
-    full = [(c, graph.cells[s]) for c, s in enumerate(specs) if s.shape == main.shape]
-    pieces = _common_pieces([cells for _, cells in full], main)
-    volume = np.array([box.volume for box in pieces], np.int64)
-    holders = np.full((len(pieces), len(specs)), NOBODY, np.int64)
-    for c, cells in full:
-        for source, piece, _ in overlaps([cell.box for cell in cells], pieces):
-            holders[piece, c] = sets.number(cells[source].ranks)
-    for c, spec in enumerate(specs):
-        if spec.shape != main.shape:
-            holders[:, c] = sets.number(sorted({r for cell in graph.cells[spec] for r in cell.ranks}))
-    return merged_rows(volume, holders)
+def _pieces(fqn: str, main: TensorSpec, specs: list[TensorSpec], graph: ShardGraph) -> TensorPieces:
+    columns = tuple(RoleColumn(s.role, s.dtype, s.shape != main.shape) for s in specs)
+    # One element, or none: it lies nowhere in particular, and all who hold any of it hold all of it.
+    spread = [c for c, s in enumerate(specs) if s.shape != main.shape or not prod(main.shape)]
+    full = {c: graph.cells[s] for c, s in enumerate(specs) if c not in spread}
+    boxes = _common_boxes(list(full.values())) if full else [Box.whole(main.shape)]
+    holders: list[list[tuple[int, ...]]] = [[()] * len(specs) for _ in boxes]
+    for c, cells in full.items():
+        for source, piece, _ in overlaps([cell.box for cell in cells], boxes):
+            holders[piece][c] = cells[source].ranks
+    for c in spread:
+        everyone = tuple(sorted({r for cell in graph.cells[specs[c]] for r in cell.ranks}))
+        for piece in holders:
+            piece[c] = everyone
+    return TensorPieces(fqn, main.shape, columns, tuple(boxes), tuple(map(tuple, holders)))
 
 
-def _common_pieces(by_role: list[tuple[Cell, ...]], main: TensorSpec) -> list[Box]:
+def _common_boxes(by_role: list[tuple[Cell, ...]]) -> list[Box]:
     """Return boxes that tile the tensor and cross no cell of any role."""
-    tilings = sorted({tuple(cell.box for cell in cells) for cells in by_role}, key=len)
-    if len(tilings) == 1:
-        return list(tilings[0])
-    pieces = list(tilings[0])
+    tilings = sorted({tuple(cell.box for cell in cells) for cells in by_role})
+    common = list(tilings[0])
     for tiling in tilings[1:]:
-        pieces = [common for _, _, common in overlaps(list(tiling), pieces)]
-    return pieces
+        common = [box for _, _, box in overlaps(list(tiling), common)]
+    return common

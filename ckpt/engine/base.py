@@ -6,7 +6,7 @@ holds it) and plain Python state. Flat buffers, padding, partition arithmetic an
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -14,7 +14,26 @@ import torch
 
 from ckpt.errors import UnsupportedLayout
 from ckpt.layout.box import Box
+from ckpt.layout.rules import Rules
 from ckpt.layout.spec import TensorSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What the user says of an engine beyond what its framework records; made by :class:`ckpt.Parallel`.
+
+    ``groups``: axis (``tp``, ``dp``, ``pp``, …) -> the ranks of this rank's process group along it, in group order.
+    ``rename``: name on this rank -> global name, in place of the rules' names.
+    """
+
+    rules: Rules = field(default_factory=Rules)
+    groups: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    rename: Callable[[str], str] | None = None
+
+    def name(self, local: str) -> str:
+        """Return the global name of what this rank calls ``local``."""
+        return self.rules.rename(local) if self.rename is None else self.rename(local)
+
 
 SavedSpecs = Mapping[str, Mapping[str, "TensorSpec"]]
 """What a checkpoint holds: fqn -> role -> spec."""
@@ -39,20 +58,26 @@ class EngineState:
 
     ``shards``: every piece, padding excluded. A ``param`` that has a ``master`` is listed too, and its FQN is in
     ``derived``. ``aliases``: tied name -> listed name. ``objects``: name -> tree of plain Python values and tensors
-    (counters, scheduler, loss scaler, optimizer groups) that is the same on all ranks of one job.
+    (counters, scheduler, loss scaler, optimizer groups); a job's ranks have the same, or few variants (one a pipeline
+    stage). ``groups``: axis -> the ranks of this rank's process group along it (``tp``, ``dp``, ``pp``, …); they are
+    checked to tile the world. ``unused``: rules of the user that fit nothing on this rank; a rule that is unused on
+    every rank is an error.
     """
 
     shards: list[LiveShard] = field(default_factory=list)
     derived: set[str] = field(default_factory=set)
     aliases: dict[str, str] = field(default_factory=dict)
     objects: dict[str, Any] = field(default_factory=dict)
+    groups: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    unused: set[str] = field(default_factory=set)
 
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """How the engine's ``objects`` and a checkpoint's differ, one line each, the same on all ranks of the job.
+    """How the engine's ``objects`` and a checkpoint's differ, one line each.
 
-    ``missing``: the engine has it, the checkpoint does not. ``unexpected``: the reverse. ``conflicts``: both hold it,
+    ``missing``: the engine has it, the checkpoint does not. ``unexpected``: the reverse; it counts if *all* ranks say
+    it, because a pipeline stage has no place for what belongs to the others. ``conflicts``: both hold it,
     but arranged so that it cannot be carried over as it was.
     """
 
@@ -91,17 +116,19 @@ class EngineAdapter(Protocol):
         before the first step) is dropped there.
         """
 
-    def compare(self, objects: Mapping[str, Any]) -> Mismatch:
-        """Return what :meth:`finish` could not put back of ``objects``, while the load can still be refused.
+    def compare(self, objects: Sequence[Mapping[str, Any]]) -> Mismatch:
+        """Return what :meth:`finish` could not put back, while the load can still be refused.
 
-        No collective, no change of the engine. With ``strict`` a load ends here if there is anything; otherwise
-        :meth:`finish` is called with the same objects and has to make the best of them.
+        ``objects``: what the ranks of the saved job had as :attr:`EngineState.objects`, equal ones once, this rank's
+        own (the rank of the same number, modulo the saved world) first. No collective, no change of the engine. With
+        ``strict`` a load ends here if there is anything; otherwise :meth:`finish` is called with the same objects and
+        has to make the best of them.
         """
 
     def refresh(self) -> None:
         """Take over what was written and rebuild derived copies (low-precision parameters). May be a collective."""
 
-    def finish(self, objects: Mapping[str, Any]) -> list[str]:
+    def finish(self, objects: Sequence[Mapping[str, Any]]) -> list[str]:
         """Put back ``objects`` and make the engine ready to train. May be a collective.
 
         Returns:

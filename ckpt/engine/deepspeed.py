@@ -1,21 +1,18 @@
 """The adapter for ``deepspeed.DeepSpeedEngine``: ZeRO 0–3, fp32, bf16 and fp16, optimizer and parameters on GPU or CPU.
 
 DeepSpeed itself is never imported: its classes are recognized by name. Where state lives is in ``deepspeed_layout``,
-optimizer state in ``deepspeed_state``, its groups in ``deepspeed_groups``, plain values in ``deepspeed_objects``, what
-is refused in ``deepspeed_refuse``.
+plain values in ``deepspeed_objects``, what is refused in ``deepspeed_refuse``; optimizer state and groups are read as
+those of every other engine (``shared_state``, ``shared_groups``).
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ckpt.engine.base import EngineState, LiveShard, dtype_name
+from ckpt.engine.base import Context, EngineState, LiveShard, dtype_name
 from ckpt.engine.deepspeed_layout import (
-    Named,
-    Partition,
     after_writing,
     before_writing,
-    clean_name,
     inner_optimizer,
     name_parameters,
     parameter_views,
@@ -25,22 +22,24 @@ from ckpt.engine.deepspeed_layout import (
 )
 from ckpt.engine.deepspeed_objects import capture_objects, compare_objects, restore_objects
 from ckpt.engine.deepspeed_refuse import (
-    check_tensor,
     refuse_mid_accumulation,
     refuse_pending_gradients,
     refuse_unsupported,
 )
-from ckpt.engine.deepspeed_state import StateLoad, state_shards
+from ckpt.engine.shared_check import check_tensor
+from ckpt.engine.shared_partition import clean_name
+from ckpt.engine.shared_state import StateLoad, state_shards
 from ckpt.errors import ConfigError
 from ckpt.layout.box import Box
 from ckpt.layout.spec import BUFFER, MASTER, PARAM, TensorSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     import torch
 
     from ckpt.engine.base import Mismatch, SavedSpecs
+    from ckpt.engine.shared_partition import Named, Partition
 
 
 class DeepSpeedAdapter:
@@ -54,8 +53,9 @@ class DeepSpeedAdapter:
 
     kind = "deepspeed"
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: Any, context: Context | None = None) -> None:
         self._engine = engine
+        self._context = context or Context()
         self._loading: StateLoad | None = None
 
     def step(self) -> int:
@@ -97,7 +97,7 @@ class DeepSpeedAdapter:
             state.shards += self._loading.prepare(partition)
         return state
 
-    def compare(self, objects: Mapping[str, Any]) -> Mismatch:
+    def compare(self, objects: Sequence[Mapping[str, Any]]) -> Mismatch:
         """Return what is stepped on one side only or in other groups, and modules whose extra state is."""
         named, aliases = name_parameters(self._engine.module)
         partitions = partitions_of(self._engine.optimizer, named)
@@ -113,7 +113,7 @@ class DeepSpeedAdapter:
             self._loading.attach()
         rebuild_low_precision(self._engine.optimizer)
 
-    def finish(self, objects: Mapping[str, Any]) -> list[str]:
+    def finish(self, objects: Sequence[Mapping[str, Any]]) -> list[str]:
         """Put back optimizer scalars, hyperparameters, counters, scheduler and loss scaler. A collective under ZeRO-3.
 
         Raises:

@@ -7,77 +7,20 @@ them. That arithmetic, and how the low-precision parameters are rebuilt, is here
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from ckpt.engine.deepspeed_refuse import class_names
+from ckpt.engine.shared_check import class_names
+from ckpt.engine.shared_partition import Named, Partition, Piece, clean_name, flat_views, tile_views
 from ckpt.errors import UnsupportedLayout
-from ckpt.layout.box import Box, boxes_of_range
+from ckpt.layout.tiling import Tiling
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-_WRAPPERS_OF_MODULE_NAMES = ("_orig_mod.", "_checkpoint_wrapped_module.")
-"""torch.compile and activation checkpointing rename parameters; a checkpoint must not depend on either."""
-
-
-class Named(NamedTuple):
-    """A parameter's identity: first name in module order, and global shape."""
-
-    fqn: str
-    shape: tuple[int, ...]
-    param: Any
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """Elements ``[start, start + numel)`` of a flattened parameter, found at ``offset`` in a partition."""
-
-    fqn: str
-    shape: tuple[int, ...]
-    start: int
-    numel: int
-    offset: int
-
-
-@dataclass(slots=True)
-class Partition:
-    """One tensor that the inner optimizer steps.
-
-    ``key``: its key in ``inner.state``, 1-D for flat partitions, else of its only parameter's shape. ``group``: index
-    in ``inner.param_groups``. ``members``: FQNs of all parameters of this partition on *all* ranks. ``pieces``: what
-    this rank holds of them. ``separate``: it is a copy beside the model's own parameters, so it holds masters.
-    """
-
-    key: torch.Tensor
-    group: int
-    separate: bool
-    members: list[str]
-    pieces: list[Piece] = field(default_factory=list)
-    flat: bool = True
-
-    def views(self, tensor: torch.Tensor, piece: Piece) -> Iterator[tuple[Box, torch.Tensor]]:
-        """Yield the boxes of ``piece`` and the memory of each in ``tensor``, which is laid out like ``key``."""
-        if self.flat:
-            yield from flat_views(tensor, piece.offset, piece.shape, piece.start, piece.numel)
-        else:
-            yield Box.whole(piece.shape), tensor.detach()
-
-
-def flat_views(
-    flat: torch.Tensor, offset: int, shape: tuple[int, ...], start: int, numel: int
-) -> Iterator[tuple[Box, torch.Tensor]]:
-    """Yield box and view for elements ``[start, start + numel)`` of a tensor of ``shape``, found at ``flat[offset]``.
-
-    The views share the memory of ``flat`` (1-D), so writing into them writes into the engine.
-    """
-    for box in boxes_of_range(shape, start, start + numel):
-        yield box, flat.detach().narrow(0, offset, box.volume).view(box.sizes)
-        offset += box.volume
+    from ckpt.layout.box import Box
 
 
 def name_parameters(module: torch.nn.Module) -> tuple[dict[int, Named], dict[str, str]]:
@@ -89,15 +32,8 @@ def name_parameters(module: torch.nn.Module) -> tuple[dict[int, Named], dict[str
         if id(p) in named:
             aliases[fqn] = named[id(p)].fqn
         else:
-            named[id(p)] = Named(fqn, tuple(getattr(p, "ds_shape", p.shape)), p)
+            named[id(p)] = Named(fqn, Tiling.whole(getattr(p, "ds_shape", p.shape)), p)
     return named, aliases
-
-
-def clean_name(name: str) -> str:
-    """Return the name of a parameter or buffer without what wrapper modules add to it."""
-    for part in _WRAPPERS_OF_MODULE_NAMES:
-        name = name.replace(part, "")
-    return name
 
 
 def inner_optimizer(optimizer: Any) -> Any:
@@ -110,11 +46,11 @@ def inner_optimizer(optimizer: Any) -> Any:
 def parameter_views(named: Named) -> Iterator[tuple[Box, torch.Tensor]]:
     """Yield what this rank holds of a model parameter: all of it, or under ZeRO-3 its slice without the padding."""
     p = named.param
-    if not hasattr(p, "ds_tensor") or prod(named.shape) == 0:
-        yield Box.whole(named.shape), p.detach().view(named.shape) if hasattr(p, "ds_tensor") else p.detach()
+    if not hasattr(p, "ds_tensor") or named.numel == 0:
+        yield from tile_views(p.view(named.tiling.local) if hasattr(p, "ds_tensor") else p, named.tiling)
         return
     start, numel = _zero3_slice(p)
-    yield from flat_views(p.ds_tensor.view(-1), 0, named.shape, start, numel)
+    yield from flat_views(p.ds_tensor.view(-1), 0, named.tiling, start, numel)
 
 
 def partitions_of(optimizer: Any, named: dict[int, Named]) -> list[Partition]:
@@ -153,7 +89,7 @@ def _unfused(optimizer: Any, name: Callable[[Any], Named]) -> Iterator[Partition
 
 
 def _whole(key: torch.Tensor, group: int, named: Named, *, separate: bool) -> Partition:
-    piece = Piece(named.fqn, named.shape, 0, prod(named.shape), 0)
+    piece = Piece(named.fqn, named.tiling, 0, named.numel, 0)
     return Partition(key, group, separate, [named.fqn], [piece], flat=False)
 
 
@@ -193,7 +129,7 @@ def _zero3(optimizer: Any, name: Callable[[Any], Named]) -> Iterator[Partition]:
             start, numel = _zero3_slice(member.param)
             if numel:
                 offset = optimizer.grad_position[member.param.ds_id][1]
-                found.pieces.append(Piece(member.fqn, member.shape, start, numel, offset))
+                found.pieces.append(Piece(member.fqn, member.tiling, start, numel, offset))
         yield found
 
 
@@ -211,9 +147,9 @@ def _slice(
     found = Partition(flat, group, not _shares_memory(flat, low_precision), [m.fqn for m in members])
     for member, offset in zip(members, offsets, strict=True):
         start = max(0, low - offset)
-        stop = min(prod(member.shape), low + flat.numel() - offset)
+        stop = min(member.numel, low + flat.numel() - offset)
         if start < stop:
-            found.pieces.append(Piece(member.fqn, member.shape, start, stop - start, offset + start - low))
+            found.pieces.append(Piece(member.fqn, member.tiling, start, stop - start, offset + start - low))
     return found
 
 

@@ -12,14 +12,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ckpt.engine.base import Mismatch
-from ckpt.engine.deepspeed_groups import capture_groups, class_name, match_groups, restore_groups
-from ckpt.engine.deepspeed_layout import clean_name, inner_optimizer
+from ckpt.engine.deepspeed_layout import inner_optimizer
 from ckpt.engine.deepspeed_refuse import ask
+from ckpt.engine.shared_groups import capture_groups, match_groups, restore_groups
+from ckpt.engine.shared_objects import capture_scheduler, gathered, restore_scheduler, stateful_modules
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from ckpt.engine.deepspeed_layout import Named, Partition
+    from ckpt.engine.shared_groups import Source
+    from ckpt.engine.shared_partition import Named, Partition
 
 _COUNTERS = (
     "global_steps", "global_samples", "micro_steps", "skipped_steps", "_step_applied", "_unmanaged_backward_count",
@@ -38,16 +40,16 @@ _SCALER_SETTINGS = {
 
 def capture_objects(engine: Any, partitions: list[Partition]) -> dict[str, Any]:
     """Return what :func:`restore_objects` puts back: plain Python values, and group options that are tensors."""
-    optimizer, scheduler = engine.optimizer, engine.lr_scheduler
+    optimizer = engine.optimizer
     found = {
         "engine": {name: getattr(engine, name) for name in _COUNTERS if hasattr(engine, name)},
         "setup": _setup(engine),
         "optimizer": capture_groups(inner_optimizer(optimizer), partitions),
-        "scheduler": None if scheduler is None else {"class": class_name(scheduler), "state": scheduler.state_dict()},
+        "scheduler": capture_scheduler(engine.lr_scheduler),
         "loss_scaler": _capture_scaler(optimizer),
         "flags": {name: _plain_flag(getattr(optimizer, name)) for name in _FLAGS if hasattr(optimizer, name)},
     }
-    modules = {name: module.get_extra_state() for name, module in _stateful_modules(engine.module).items()}
+    modules = {name: module.get_extra_state() for name, module in stateful_modules(engine.module).items()}
     if modules:
         found["modules"] = modules
     random_ltd = getattr(engine, "random_ltd_scheduler", None)
@@ -57,16 +59,20 @@ def capture_objects(engine: Any, partitions: list[Partition]) -> dict[str, Any]:
 
 
 def compare_objects(
-    engine: Any, partitions: list[Partition], named: Mapping[int, Named], aliases: Mapping[str, str], saved: Any
+    engine: Any,
+    partitions: list[Partition],
+    named: Mapping[int, Named],
+    aliases: Mapping[str, str],
+    saved: Sequence[Mapping[str, Any]],
 ) -> Mismatch:
     """Return what :func:`restore_objects` could not put back of ``saved``."""
     inner = inner_optimizer(engine.optimizer)
-    here, there = _stateful_modules(engine.module).keys(), saved.get("modules", {}).keys()
+    here, there = stateful_modules(engine.module).keys(), gathered(saved, "modules").keys()
     missing = [f"extra state of module {name!r}" for name in sorted(here - there)]
     unexpected = [f"extra state of module {name!r}" for name in sorted(there - here)]
     conflicts: tuple[str, ...] = ()
-    if inner is not None and "optimizer" in saved:
-        match = match_groups(inner, partitions, saved["optimizer"], aliases)
+    if inner is not None and any("optimizer" in one for one in saved):
+        match = match_groups(inner, partitions, [one.get("optimizer") for one in saved], aliases)
         trained = {entry.fqn for entry in named.values() if entry.param.requires_grad}
         missing += [f"optimizer state of {fqn!r}" for fqn in match.added if fqn in trained]
         unexpected += [f"optimizer state of {fqn!r}" for fqn in match.removed]
@@ -75,38 +81,31 @@ def compare_objects(
 
 
 def restore_objects(
-    engine: Any, partitions: list[Partition], aliases: Mapping[str, str], objects: Mapping[str, Any]
+    engine: Any, partitions: list[Partition], aliases: Mapping[str, str], saved: Sequence[Mapping[str, Any]]
 ) -> list[str]:
-    """Put ``objects`` back and return notes about what could not be."""
+    """Put back what the saved job's ranks had (this rank's own first) and return notes about what could not be."""
     notes: list[str] = []
+    objects = saved[0] if saved else {}
     optimizer = engine.optimizer
     inner = inner_optimizer(optimizer)
-    sources: Sequence[int | None] = ()
-    if inner is not None and objects.get("optimizer"):
-        match = match_groups(inner, partitions, objects["optimizer"], aliases)
+    sources: Sequence[Source | None] = ()
+    groups = [one.get("optimizer") for one in saved]
+    if inner is not None and any(groups):
+        match = match_groups(inner, partitions, groups, aliases)
         sources = match.sources
-        notes += restore_groups(inner, match, objects["optimizer"])
+        notes += restore_groups(inner, match, groups)
     notes += _restore_counters(engine, objects.get("engine", {}), objects.get("setup", {}))
-    notes += _restore_scheduler(engine.lr_scheduler, objects.get("scheduler"), sources)
+    notes += restore_scheduler(engine.lr_scheduler, [one.get("scheduler") for one in saved], sources)
     notes += _restore_random_ltd(getattr(engine, "random_ltd_scheduler", None), objects.get("random_ltd"))
     notes += _restore_scaler(optimizer, objects.get("loss_scaler"))
     for name, value in objects.get("flags", {}).items():
         if hasattr(optimizer, name):
             setattr(optimizer, name, value)
-    states = objects.get("modules", {})
-    for name, module in _stateful_modules(engine.module).items():
+    states = gathered(saved, "modules")
+    for name, module in stateful_modules(engine.module).items():
         if name in states:
             module.set_extra_state(states[name])
     return notes
-
-
-def _stateful_modules(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """Return the modules that keep state of their own beside tensors, in ``nn.Module``'s way, by name."""
-    return {
-        clean_name(f"{name}.").removesuffix("."): child
-        for name, child in module.named_modules()
-        if type(child).get_extra_state is not torch.nn.Module.get_extra_state
-    }
 
 
 def _setup(engine: Any) -> dict[str, Any]:
@@ -143,31 +142,6 @@ def _restore_counters(engine: Any, counters: Mapping[str, Any], setup: Mapping[s
     if before not in (None, now):
         notes.append(f"train_batch_size is {now}, was {before}: global_samples counts what was really seen")
     return notes
-
-
-def _restore_scheduler(scheduler: Any, saved: Mapping[str, Any] | None, sources: Sequence[int | None]) -> list[str]:
-    if saved is None and scheduler is None:
-        return []
-    if saved is None:
-        return [f"no scheduler was saved: {type(scheduler).__name__} starts from its beginning"]
-    if scheduler is None:
-        return [f"scheduler {saved['class']} was saved, this engine has none: its state was left out"]
-    here, there = class_name(scheduler), saved["class"]
-    if here != there:
-        return [f"scheduler {there} was saved, this engine's is {here}: it starts from its beginning"]
-    scheduler.load_state_dict(_regrouped(scheduler, saved["state"], sources))
-    return []
-
-
-def _regrouped(scheduler: Any, state: Mapping[str, Any], sources: Sequence[int | None]) -> Mapping[str, Any]:
-    """Return a scheduler's state with its lists of one value a group (``base_lrs``) in the order of the groups here."""
-    found = dict(state)
-    for name, values in state.items():
-        own = getattr(scheduler, name, None)
-        by_group = "lr" in name or "momentum" in name
-        if by_group and isinstance(values, list) and isinstance(own, list) and len(own) == len(sources):
-            found[name] = [values[j] if j is not None and j < len(values) else own[i] for i, j in enumerate(sources)]
-    return found
 
 
 def _restore_random_ltd(scheduler: Any, saved: Any) -> list[str]:

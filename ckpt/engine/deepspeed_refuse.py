@@ -2,18 +2,15 @@
 
 DeepSpeed has many modes, and each of them changes where state lives. Saving one that was never proved would save half
 of it, so this is a list of what is refused; whatever passes it and still looks unfamiliar is refused further down,
-where partitions and state entries are read (:mod:`ckpt.engine.deepspeed_layout`, ``…_state``).
+where partitions and state entries are read (:mod:`ckpt.engine.deepspeed_layout`, ``shared_state``).
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from ckpt.engine.base import dtype_name
+from ckpt.engine.shared_check import class_names
 from ckpt.errors import ConfigError, UnsupportedLayout
-from ckpt.layout.spec import ITEMSIZE
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -36,11 +33,6 @@ _WORLD_SIZES = (
     "get_sequence_parallel_world_size",
 )
 """Methods of a user's ``mpu`` object: each kind of parallelism but data parallelism cuts tensors in its own way."""
-
-
-def class_names(value: object) -> set[str]:
-    """Return the names of the classes that ``value`` is an instance of: a test that needs no import of DeepSpeed."""
-    return {cls.__name__ for cls in type(value).__mro__}
 
 
 def ask(engine: Any, name: str, default: Any = None) -> Any:
@@ -161,23 +153,3 @@ def _pending(optimizer: Any, stepped: Iterable[Any]) -> str:
         return "the optimizer holds fp32 gradients"
     held = [g for p in stepped for g in (p.grad, getattr(p, "grad_accum", None)) if g is not None]
     return "parameters have gradients" if any(bool(g.any()) for g in held) else ""
-
-
-def check_tensor(fqn: str, role: str, tensor: torch.Tensor) -> None:
-    """Check that a tensor is plain memory of a dtype that can be stored.
-
-    Raises:
-        UnsupportedLayout: it is a meta, sparse or quantized tensor, a DTensor, or of a sub-byte dtype.
-    """
-    name = dtype_name(tensor.dtype)
-    trouble = ""
-    if tensor.is_meta:
-        trouble = "is on the meta device, so it has no values"
-    elif tensor.layout is not torch.strided:
-        trouble = f"has layout {tensor.layout}"
-    elif tensor.is_quantized or name not in ITEMSIZE:
-        trouble = f"has dtype {name}"
-    elif "DTensor" in class_names(tensor):
-        trouble = "is a DTensor"
-    if trouble:
-        raise UnsupportedLayout(f"tensor {fqn!r} ({role}) {trouble}: expected a dense tensor of {', '.join(ITEMSIZE)}")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from ckpt.engine.base import EngineAdapter
+from ckpt.engine.base import Context, EngineAdapter
+from ckpt.engine.parallel import Parallel
 from ckpt.errors import ConfigError
 
 
@@ -12,13 +13,16 @@ def adapter_for(engine: object) -> EngineAdapter:
     Raises:
         ConfigError: no adapter knows this type.
     """
+    context = Context()
+    if isinstance(engine, Parallel):
+        context, engine = engine.context, engine.engine
     if isinstance(engine, EngineAdapter):
         return engine
     # By name: DeepSpeed takes seconds to import and need not be installed to save another engine.
     if any(cls.__name__ == "DeepSpeedEngine" for cls in type(engine).__mro__):
         from ckpt.engine.deepspeed import DeepSpeedAdapter
 
-        return DeepSpeedAdapter(engine)
+        return DeepSpeedAdapter(engine, context)
     raise ConfigError(
         f"no adapter for an engine of type {type(engine).__module__}.{type(engine).__qualname__}: expected a "
         f"deepspeed.DeepSpeedEngine, or an object with the methods of ckpt.engine.base.EngineAdapter"

@@ -26,7 +26,7 @@ class Box:
     def __post_init__(self) -> None:
         if len(self.offsets) != len(self.sizes):
             raise ConfigError(f"box offsets {self.offsets} and sizes {self.sizes} differ in length")
-        if any(o < 0 for o in self.offsets) or any(s < 0 for s in self.sizes):
+        if min((*self.offsets, *self.sizes), default=0) < 0:
             raise ConfigError(f"box {self.offsets}+{self.sizes} has a negative number")
 
     @classmethod
@@ -102,7 +102,10 @@ class Box:
                 (*self.offsets[:dim], self.offsets[dim] + start, *self.offsets[dim + 1 :]),
                 (*self.sizes[:dim], count, *self.sizes[dim + 1 :]),
             )
-            yield from piece.cut(max_volume)
+            if rows * row <= max_volume:
+                yield piece
+            else:  # one row is too large
+                yield from piece.cut(max_volume)
 
     def __str__(self) -> str:
         return "[" + ", ".join(f"{o}:{e}" for o, e in zip(self.offsets, self.ends, strict=True)) + "]"

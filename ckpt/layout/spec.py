@@ -68,13 +68,16 @@ class RankLayout:
     """Everything that one rank declares to hold. A rank may hold nothing.
 
     ``aliases``: other FQN -> FQN under which the same tensor is listed (tied weights). ``derived``: FQNs whose
-    ``param`` is claimed to equal ``cast(master)``; a claim until the digests of a save prove it.
+    ``param`` is claimed to equal ``cast(master)``; a claim until the digests of a save prove it. ``groups``: (axis, the
+    ranks of this rank's process group along it). ``unused``: what the user said of the layout and fits nothing here.
     """
 
     rank: int
     shards: tuple[Shard, ...] = ()
     aliases: tuple[tuple[str, str], ...] = ()
     derived: tuple[str, ...] = field(default=())
+    groups: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    unused: tuple[str, ...] = ()
 
     @property
     def nbytes(self) -> int:

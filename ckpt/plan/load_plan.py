@@ -54,7 +54,7 @@ class Difference:
     late: bool
     """has this rank something to read behind the rebuilding of derived params?"""
     unexpected: tuple[str, ...] = ()
-    """what the checkpoint holds beside tensors and the engine has no place for; the same on all ranks"""
+    """what the checkpoint holds beside tensors and this rank's engine has no place for"""
 
 
 def check_difference(
@@ -69,7 +69,8 @@ def check_difference(
     dtypes = tuple(dict.fromkeys(name for one in ranks for name in one.dtypes))
     numbers = frozenset.intersection(*(one.unused for one in ranks))
     unexpected = tuple(str(catalog.order[n]) for n in sorted(numbers))
-    unexpected += tuple(dict.fromkeys(name for one in ranks for name in one.unexpected))
+    everywhere = set.intersection(*(set(one.unexpected) for one in ranks))
+    unexpected += tuple(name for name in dict.fromkeys(ranks[0].unexpected) if name in everywhere)
     if (strict and (missing or unexpected)) or (dtypes and not cast):
         hint = "; pass cast=True to convert" if dtypes and not cast else "; pass strict=False to go on without"
         raise MissingState(f"checkpoint and engine do not hold the same state{hint}", missing, unexpected, dtypes)

@@ -1,10 +1,12 @@
 """Layouts as bytes: what ranks exchange to agree on who holds what.
 
-The rank's number is not in the bytes: ranks with equal layouts (data parallelism) send equal bytes, which are decoded
-once.
+The rank's number is not in the bytes of what it holds: ranks that hold the same (data parallelism) send equal bytes,
+and they are decoded once. What differs by rank, its process groups, travels beside them.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import msgspec
 
@@ -12,6 +14,12 @@ from ckpt.errors import CkptError, MalformedData
 from ckpt.format.digest import raw_digest
 from ckpt.layout.box import Box
 from ckpt.layout.spec import RankLayout, Shard, TensorSpec
+
+
+class _Envelope(msgspec.Struct, array_like=True):
+    held: bytes
+    groups: list[tuple[str, tuple[int, ...]]]
+    unused: list[str]
 
 
 class _Wire(msgspec.Struct, array_like=True):
@@ -27,7 +35,8 @@ def encode_layout(layout: RankLayout) -> bytes:
     number = {spec: i for i, spec in enumerate(specs)}
     shards = sorted((number[s.spec], s.box.offsets, s.box.sizes) for s in layout.shards)
     table = [(s.fqn, s.role, s.dtype, s.shape) for s in specs]
-    return msgspec.msgpack.encode(_Wire(table, shards, sorted(layout.aliases), sorted(layout.derived)))
+    held = msgspec.msgpack.encode(_Wire(table, shards, sorted(layout.aliases), sorted(layout.derived)))
+    return msgspec.msgpack.encode(_Envelope(held, sorted(layout.groups), sorted(layout.unused)))
 
 
 def decode_layouts(encoded: list[bytes]) -> list[RankLayout]:
@@ -35,16 +44,17 @@ def decode_layouts(encoded: list[bytes]) -> list[RankLayout]:
     seen: dict[bytes, RankLayout] = {}
     layouts = []
     for rank, data in enumerate(encoded):
-        if data not in seen:
-            try:
-                wire = msgspec.msgpack.decode(data, type=_Wire)
+        try:
+            envelope = msgspec.msgpack.decode(data, type=_Envelope)
+            if envelope.held not in seen:
+                wire = msgspec.msgpack.decode(envelope.held, type=_Wire)
                 specs = [TensorSpec(*row) for row in wire.specs]
                 shards = tuple(Shard(specs[i], Box(offsets, sizes)) for i, offsets, sizes in wire.shards)
-            except (msgspec.DecodeError, IndexError, CkptError) as error:
-                raise MalformedData(f"layout from rank {rank}: {error}") from error
-            seen[data] = RankLayout(rank, shards, tuple(wire.aliases), tuple(wire.derived))
-        one = seen[data]
-        layouts.append(RankLayout(rank, one.shards, one.aliases, one.derived))
+                seen[envelope.held] = RankLayout(rank, shards, tuple(wire.aliases), tuple(wire.derived))
+        except (msgspec.DecodeError, IndexError, CkptError) as error:
+            raise MalformedData(f"layout from rank {rank}: {error}") from error
+        groups, unused = tuple(envelope.groups), tuple(envelope.unused)
+        layouts.append(replace(seen[envelope.held], rank=rank, groups=groups, unused=unused))
     return layouts
 
 

@@ -32,6 +32,8 @@ class Hello(msgspec.Struct, kw_only=True):
     """digest of the job layout that this rank has a plan for"""
     objects: dict[str, str] = {}
     """object -> identity of its content"""
+    host: str = ""
+    """name of this rank's host"""
 
 
 def exchange_hellos(comm: Comm, make: Any) -> list[Hello]:

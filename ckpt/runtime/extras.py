@@ -11,7 +11,7 @@ import torch
 from ckpt.errors import ConfigError
 from ckpt.format.digest import digest
 from ckpt.format.manifest import MAX_CHUNK, BlobEntry, ObjectEntry, ObjectTensor
-from ckpt.plan.save_plan import CHUNK_BYTES
+from ckpt.plan.local_plan import CHUNK_BYTES
 from ckpt.runtime.objects import encode_object
 from ckpt.runtime.pipeline import Output
 from ckpt.runtime.rng import capture_rng

@@ -21,6 +21,7 @@ from ckpt.store.base import Buffer
 if TYPE_CHECKING:
     import torch
 
+    from ckpt.layout.spec import TensorSpec
     from ckpt.plan.save_plan import SavePlan
     from ckpt.runtime.pieces import PieceTable
     from ckpt.store.base import Store
@@ -39,16 +40,51 @@ class Digests:
         return b"".join((*held, *(self.casts[i] for i in plan.proving[rank])))
 
 
-def digest_chunks(out: Digests, plan: SavePlan, rank: int, pieces: PieceTable, beat: Callable[[], None]) -> None:
-    """Fill ``out``: digest every chunk that this rank holds, and the cast of every master that is to prove a param."""
-    for i in plan.held[rank]:
+def digest_chunks(
+    out: Digests,
+    plan: SavePlan,
+    rank: int,
+    pieces: PieceTable,
+    beat: Callable[[], None],
+    look: Callable[[int, memoryview], None] | None = None,
+) -> None:
+    """Fill ``out``: digest every chunk that this rank holds, and the cast of every master that is to prove a param.
+
+    ``look`` is shown each held chunk's number and bytes.
+    """
+    for i in plan.held[rank].tolist():
         chunk = plan.chunks[i]
         view = pieces.view(chunk.spec, chunk.box)
-        out.held[i] = raw_digest(tensor_bytes(view))
+        data = tensor_bytes(view)
+        out.held[i] = raw_digest(data)
+        if look is not None:
+            look(i, data)
         if i in plan.proofs and plan.owners[i] == rank:
             master = plan.chunks[plan.proofs[i]].spec
             out.casts[i] = raw_digest(cast_bytes(pieces.view(master, chunk.box), view.dtype))
         beat()
+
+
+class Exchanged:
+    """What the ranks have told each other of their digests. ``held``: for each rank those of ``plan.shared``.
+
+    Raises:
+        MalformedData: a rank has sent another number of digests than the plan asks of it.
+    """
+
+    def __init__(self, plan: SavePlan, payloads: list[bytes]) -> None:
+        self._plan, self._payloads = plan, payloads
+        self._cuts = [SIZE * len(numbers) for numbers in plan.shared]
+        for peer, (payload, cut) in enumerate(zip(payloads, self._cuts, strict=True)):
+            if len(payload) != cut + SIZE * len(plan.proving[peer]):
+                raise MalformedData(f"digests of rank {peer}: {len(payload)} bytes, expected {cut} and the casts")
+        self.held = [payload[:cut] for payload, cut in zip(payloads, self._cuts, strict=True)]
+
+    def cast(self, i: int) -> bytes:
+        """Return the digest of the cast that is to prove a param chunk with several holders."""
+        peer = self._plan.owners[i]
+        at = self._cuts[peer] + SIZE * self._plan.proving[peer].index(i)
+        return self._payloads[peer][at : at + SIZE]
 
 
 @dataclass(slots=True)
@@ -63,19 +99,12 @@ class Settled:
 
 def settle(plan: SavePlan, mine: Digests, payloads: list[bytes]) -> Settled:
     """Combine the exchanged digests. Every rank comes to the same verdicts."""
-    cuts = [SIZE * len(numbers) for numbers in plan.shared]
-    for peer, (payload, cut) in enumerate(zip(payloads, cuts, strict=True)):
-        if len(payload) != cut + SIZE * len(plan.proving[peer]):
-            raise MalformedData(f"digests of rank {peer}: {len(payload)} bytes, expected {cut} and the casts")
-    held = [payload[:cut] for payload, cut in zip(payloads, cuts, strict=True)]
-    diverging = find_diverging(len(plan.chunks), plan.shared, held)
+    exchanged = Exchanged(plan, payloads)
+    diverging = find_diverging(len(plan.chunks), plan.shared, exchanged.held)
     keep = _kept_as_a_whole(plan, diverging)
     verdicts = {i: judge(digests, plan.owners[i], keep.get(i)) for i, digests in diverging.items()}
-    casts = dict(mine.casts)
-    for i in verdicts.keys() & plan.proofs.keys():  # may now be written by another rank than the one that proves it
-        peer = plan.owners[i]
-        at = cuts[peer] + SIZE * plan.proving[peer].index(i)
-        casts[i] = payloads[peer][at : at + SIZE]
+    # A diverging param may now be written by another rank than the one that proves it.
+    casts = mine.casts | {i: exchanged.cast(i) for i in verdicts.keys() & plan.proofs.keys()}
     proved = set()
     for i, value in casts.items():
         kept = verdicts[i].kept if i in verdicts else mine.held[i]
@@ -92,11 +121,11 @@ def _kept_as_a_whole(plan: SavePlan, diverging: dict[int, dict[int, bytes]]) -> 
     Buffers differ by right, and a mixture of several ranks' would be a state that nobody ever had. In all other roles a
     difference is a fault, and each chunk's own majority is the best guess at what was right.
     """
-    groups: dict[tuple[int, tuple[int, ...]], list[int]] = {}
+    groups: dict[tuple[TensorSpec, tuple[int, ...]], list[int]] = {}
     for i in diverging:
         chunk = plan.chunks[i]
         if chunk.spec.role == BUFFER:
-            groups.setdefault((chunk.spec_id, chunk.ranks), []).append(i)
+            groups.setdefault((chunk.spec, chunk.ranks), []).append(i)
     keep = {}
     for (_, ranks), numbers in groups.items():
         chosen = elect({rank: tuple(diverging[i][rank] for i in numbers) for rank in ranks})
@@ -202,7 +231,7 @@ def outputs_of(
     """
     outputs: list[Output] = []
     entries: list[ChunkEntry] = []
-    for i in plan.held[rank]:
+    for i in plan.held[rank].tolist():
         chunk = plan.chunks[i]
         verdict = settled.verdicts.get(i)
         value = mine.held[i]
@@ -217,8 +246,8 @@ def outputs_of(
         if not writes:
             continue
         derived = i in settled.proved and not ranks
-        pack, box = DERIVED if derived else 0, chunk.box
-        entries.append(ChunkEntry(chunk.spec_id, box.offsets, box.sizes, from_raw(value), pack, 0, chunk.nbytes, ranks))
+        spec_id, pack, box = plan.spec_ids[chunk.spec], DERIVED if derived else 0, chunk.box
+        entries.append(ChunkEntry(spec_id, box.offsets, box.sizes, from_raw(value), pack, 0, chunk.nbytes, ranks))
         if not derived:
             name = chunk.name if not ranks else f"{chunk.name}#rank{rank}"
             view = pieces.view(chunk.spec, chunk.box)

@@ -1,9 +1,10 @@
 """State beside tensors on the way back: engine objects, extras, generators, and what a change of ranks means for each.
 
-Policy by kind. Engine objects are the same on all ranks and are given to all. A generator belongs to its rank: it is
-carried to the rank of the same number, and a rank that the saved job did not have gets a seed of its own. An extra that
-all ranks saved alike is given to all; one that differed by rank is given by rank number, and if the number of ranks has
-changed, that is noted.
+Policy by kind. Of engine objects every rank gets all variants that the saved ranks had, its own first: which of them it
+needs (those of the pipeline stages whose layers it now has) only the adapter can tell. A generator belongs to its rank:
+it is carried to the rank of the same number, and a rank that the saved job did not have gets a seed of its own. An
+extra that all ranks saved alike is given to all; one that differed by rank is given by rank number, and if the number
+of ranks has changed, that is noted.
 """
 
 from __future__ import annotations
@@ -28,9 +29,11 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Saved:
-    """The objects that this rank gets, decoded. ``states``: of stateful extras; ``values``: plain ones."""
+    """The objects that this rank gets, decoded. ``engine``: one mapping a variant, this rank's own first. ``states``:
+    of stateful extras; ``values``: plain ones.
+    """
 
-    engine: dict[str, Any] = field(default_factory=dict)
+    engine: list[dict[str, Any]] = field(default_factory=list)
     states: dict[str, Any] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
     rng: Any = None
@@ -62,14 +65,14 @@ def choose_objects(
     for part in parts:
         for entry in part.objects:
             found.setdefault((entry.kind, entry.name), []).append((part, entry))
-    saved = Saved()
+    saved = Saved(_engine_variants(store, found, rank, saved_world))
     for (kind, name), variants in sorted(found.items()):
+        if kind == ENGINE:
+            continue
         part, entry = _mine(variants, rank, saved_world)
         tree = _decode(store, part, entry)
         if kind == RNG:
             saved.rng, saved.rng_is_own = tree, rank < saved_world
-        elif kind == ENGINE:
-            saved.engine[name] = tree
         elif kind in (EXTRA, VALUE):
             (saved.states if kind == EXTRA else saved.values)[name] = tree
             if len(variants) > 1 and world != saved_world:
@@ -91,6 +94,26 @@ def choose_objects(
             saved.unexpected,
         )
     return saved
+
+
+def _engine_variants(
+    store: Store, found: Mapping[tuple[str, str], list[tuple[IndexPart, ObjectEntry]]], rank: int, saved_world: int
+) -> list[dict[str, Any]]:
+    """Return the engine objects of one rank for each combination of variants that occurs, each decoded once."""
+    named = {name: variants for (kind, name), variants in sorted(found.items()) if kind == ENGINE}
+    ranks = {min(entry.ranks, default=0) for variants in named.values() for _, entry in variants}
+    decoded: dict[tuple[str, int], Any] = {}
+    objects: dict[tuple[int, ...], dict[str, Any]] = {}
+    for one in (rank % saved_world, *sorted(ranks)):
+        chosen = {name: _mine(variants, one, saved_world) for name, variants in named.items()}
+        key = tuple(id(entry) for _, entry in chosen.values())
+        if key not in objects:
+            objects[key] = {}
+            for name, (part, entry) in chosen.items():
+                if (name, id(entry)) not in decoded:
+                    decoded[name, id(entry)] = _decode(store, part, entry)
+                objects[key][name] = decoded[name, id(entry)]
+    return list(objects.values())
 
 
 def _mine(variants: list[tuple[IndexPart, ObjectEntry]], rank: int, saved_world: int) -> tuple[IndexPart, ObjectEntry]:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from ckpt.engine.deepspeed import DeepSpeedAdapter
-from ckpt.engine.deepspeed_refuse import class_names
+from ckpt.engine.shared_check import class_names
 from ckpt.errors import LayoutError
 from ckpt.layout.box import Box
 from ckpt.layout.spec import MASTER, PARAM, TensorSpec

@@ -12,8 +12,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import ckpt
 from ckpt.engine.deepspeed import DeepSpeedAdapter
-from ckpt.engine.deepspeed_layout import Partition
-from ckpt.engine.deepspeed_state import kinds_of_fresh
+from ckpt.engine.shared_partition import Partition
+from ckpt.engine.shared_state import kinds_of_fresh
 from tests.harness.models import TinyGPT, batch, ds_config, make_engine, make_optimizer, param_groups, train
 
 

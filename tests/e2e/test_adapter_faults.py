@@ -29,18 +29,30 @@ def filled(reports: list[dict[str, Any]], which: str) -> set[str]:
 
 
 @pytest.mark.parametrize(("stage", "dtype"), [(0, "fp32"), (0, "bf16"), (1, "bf16"), (3, "bf16")])
-@pytest.mark.parametrize(("before", "now"), [(1, 2), (2, 1)])
-def test_groups_that_were_cut_differently(before: int, now: int, stage: int, dtype: str, tmp_path: Any) -> None:
-    source = {"stage": stage, "dtype": dtype, "groups": before}
-    reports = run("regroup", root=str(tmp_path), source=source, change={"groups": now})
+def test_groups_with_different_hyperparameters_put_together(stage: int, dtype: str, tmp_path: Any) -> None:
+    source = {"stage": stage, "dtype": dtype, "groups": 2}
+    reports = run("regroup", root=str(tmp_path), source=source, change={"groups": 1})
     for found in reports:
         assert "LayoutError" in found["strict"]
-        assert "optimizer group 0: only here" in found["strict"]
-        assert "only in the checkpoint's group " in found["strict"]
+        assert "optimizer group 0: " in found["strict"]
+        assert " was 0.03125 for [" in found["strict"]
         assert (found["untouched"], found["usable"]) == (True, "")
         assert (found["missing"], found["unexpected"]) == ([], [])
         assert found["lr"] == found["own"]
-        assert sum("no such group" in note for note in found["notes"]) == now
+        assert sum("no such group" in note for note in found["notes"]) == 1
+        assert (found["steps"], found["trains"]) == (2, "")
+    assert filled(reports, "moments") == filled(reports, "saved moments") != set()
+
+
+@pytest.mark.parametrize(("stage", "dtype"), [(0, "fp32"), (0, "bf16"), (1, "bf16"), (3, "bf16")])
+def test_a_group_that_is_cut_in_two_gives_both_its_hyperparameters(stage: int, dtype: str, tmp_path: Any) -> None:
+    source = {"stage": stage, "dtype": dtype, "groups": 1}
+    reports = run("regroup", root=str(tmp_path), source=source, change={"groups": 2})
+    for found in reports:
+        assert (found["strict"], found["usable"]) == ("", "")
+        assert (found["missing"], found["unexpected"]) == ([], [])
+        assert found["lr"] == [0.03125, 0.03125]
+        assert sum("has other members" in note for note in found["notes"]) == 2
         assert (found["steps"], found["trains"]) == (2, "")
     assert filled(reports, "moments") == filled(reports, "saved moments") != set()
 

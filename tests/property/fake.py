@@ -166,7 +166,7 @@ class FakeEngine:
     def describe_for_load(self, saved: Mapping[str, Mapping[str, TensorSpec]]) -> EngineState:
         return self.describe()
 
-    def compare(self, objects: Mapping[str, Any]) -> Mismatch:
+    def compare(self, objects: Sequence[Mapping[str, Any]]) -> Mismatch:
         return Mismatch()
 
     def refresh(self) -> None:
@@ -179,8 +179,8 @@ class FakeEngine:
                 source = masters[m].tensor[common.relative_to(masters[m].box)]
                 mine.tensor[common.relative_to(mine.box)].copy_(source)
 
-    def finish(self, objects: Mapping[str, Any]) -> list[str]:
-        self.finished = objects
+    def finish(self, objects: Sequence[Mapping[str, Any]]) -> list[str]:
+        self.finished = objects[0] if objects else {}
         return list(self.notes)
 
     def module(self) -> torch.nn.Module | None:
@@ -248,6 +248,7 @@ def thread_communicators(clock: Callable[[], float] = time.monotonic) -> Iterato
     with ExitStack() as stack:
         stack.enter_context(mock.patch("ckpt.saving.communicator", _current))
         stack.enter_context(mock.patch("ckpt.loading.communicator", _current))
+        stack.enter_context(mock.patch("ckpt.auditing.communicator", _current))
         # Waiting ranks look more often than in a real job: hundreds of jobs run in a second here.
         quick = SimpleNamespace(monotonic=clock, sleep=lambda seconds: time.sleep(min(seconds, 0.001)))
         stack.enter_context(mock.patch("ckpt.runtime.comm.time", quick))

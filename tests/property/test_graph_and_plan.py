@@ -72,7 +72,7 @@ def test_every_element_is_in_exactly_one_chunk_whose_owner_holds_it(layouts, chu
     seen: dict[TensorSpec, list[tuple[int, ...]]] = {}
     for number, (chunk, owner) in enumerate(zip(plan.chunks, plan.owners, strict=True)):
         assert owner in chunk.ranks
-        assert graph.specs[chunk.spec_id] == chunk.spec
+        assert graph.specs[plan.spec_ids[chunk.spec]] == chunk.spec
         assert chunk.nbytes <= max(chunk_bytes, chunk.spec.itemsize)
         for element in elements(chunk.box):
             assert truth[chunk.spec][element] == chunk.ranks

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ckpt.engine.base import LiveShard, SavedSpecs, dtype_name, torch_dtype
-from ckpt.engine.deepspeed_layout import Partition
-from ckpt.engine.deepspeed_refuse import check_tensor, class_names
+from ckpt.engine.shared_check import check_tensor, class_names
+from ckpt.engine.shared_partition import Partition
 from ckpt.errors import LayoutError, UnsupportedLayout
 from ckpt.layout.box import Box
 from ckpt.layout.spec import BUFFER, MASTER, PARAM, TensorSpec

@@ -1,0 +1,172 @@
+"""Holdings put together over tensors, so that what is looked at one by one is few. Pure.
+
+Rows of all tensors with the same roles form a *block*; within it, rows with the same holders form a *group*. Scalars
+(Adam's ``step``) are blocks of their own: their bytes are state of the tensor, not of one of its rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ckpt.analysis.combination import Combination, Kill, combinations_of, is_derivable, kill_sets
+from ckpt.analysis.holdings import NOBODY, Holdings, Numbers, RankSets, RoleColumn, TensorRows
+from ckpt.layout.spec import BUFFER, MASTER, PARAM
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+
+class SetTable:
+    """The members of all :class:`RankSets` in flat arrays; number -1 (nobody) is the last, empty one."""
+
+    def __init__(self, sets: RankSets) -> None:
+        self._sets = sets
+        self.size: Numbers = np.fromiter((len(sets[i]) for i in (*range(len(sets)), NOBODY)), np.int64, len(sets) + 1)
+        self._start = np.cumsum(self.size) - self.size
+        self._ranks = np.fromiter((r for i in range(len(sets)) for r in sets[i]), np.int32, int(self.size.sum()))
+
+    def expand(self, numbers: Numbers) -> tuple[Numbers, Numbers]:
+        """Return (position in ``numbers``, rank) of every member of these sets."""
+        size = self.size[numbers]
+        position = np.repeat(np.arange(len(numbers)), size)
+        inside = np.arange(len(position)) - np.repeat(np.cumsum(size) - size, size)
+        return position, self._ranks[self._start[numbers][position] + inside].astype(np.int64)
+
+    def images(self, of_rank: Numbers) -> tuple[Numbers, list[Kill]]:
+        """Map ranks to domains: (number of each set's image, indexed like :attr:`size`; the distinct images)."""
+        domain = of_rank.tolist()
+        known: dict[Kill, int] = {}
+        numbers = [
+            known.setdefault(frozenset(map(domain.__getitem__, self._sets[i])), len(known))
+            for i in (*range(len(self._sets)), NOBODY)
+        ]
+        return np.array(numbers, np.int64), list(known)
+
+    def any_of(self, chosen: np.ndarray) -> np.ndarray:
+        """Has each set a member among the chosen ranks? bool ``[sets + 1]`` from bool ``[world]``."""
+        total = np.concatenate([np.zeros(1, np.int64), np.cumsum(chosen[self._ranks])])
+        found: np.ndarray = total[self._start + self.size] > total[self._start]
+        return found
+
+
+@dataclass(frozen=True)
+class Block:
+    """Rows of all tensors that have the same roles.
+
+    ``tensor``, ``volume``, ``group``: of each row, int64 ``[rows]``. ``holders``: of each group, int64
+    ``[groups, columns]``. Scalar columns of a tensor are listed, but their bytes are in a block of their own.
+    """
+
+    columns: tuple[RoleColumn, ...]
+    derived: bool
+    tensor: Numbers
+    volume: Numbers
+    group: Numbers
+    holders: Numbers
+    is_scalar: bool = False
+
+    @cached_property
+    def elements(self) -> Numbers:
+        """Elements of each group, int64 ``[groups]``."""
+        total = np.zeros(len(self.holders), np.int64)
+        np.add.at(total, self.group, self.volume)
+        return total
+
+    @property
+    def combinations(self) -> tuple[Combination, ...]:
+        """What rebuilds an element."""
+        return combinations_of(self.columns, self.derived)
+
+    def itemsize(self, column: int) -> int:
+        """Bytes that one element has in this column."""
+        return 0 if self.columns[column].scalar and not self.is_scalar else self.columns[column].itemsize
+
+    def is_derivable(self, column: int) -> bool:
+        """Is this column the cast of another one?"""
+        return self.columns[column].role == PARAM and is_derivable(self.columns, self.derived)
+
+    @property
+    def needed(self) -> int:
+        """Bytes from which one element is rebuilt."""
+        return sum(self.itemsize(c) for c in range(len(self.columns)) if not self.is_derivable(c))
+
+    @property
+    def kind(self) -> str:
+        """``scalar``, ``buffer``, ``parameter`` (frozen: nothing is kept for it), ``trained`` or ``state``."""
+        roles = {column.role for column in self.columns}
+        if self.is_scalar:
+            return "scalar"
+        if not roles & {PARAM, MASTER}:
+            return BUFFER if BUFFER in roles else "state"
+        return "parameter" if roles == {PARAM} else "trained"
+
+    @property
+    def has_parameters(self) -> bool:
+        """Are its elements parameters of the model?"""
+        return self.kind in ("parameter", "trained")
+
+    def copies(self, sets: RankSets, sizes: Numbers) -> Numbers:
+        """Return, of each group, the least number of ranks whose loss destroys it, int64 ``[groups]``."""
+        if len(self.combinations) == 1:
+            return sizes[self.holders[:, list(self.combinations[0])]].min(axis=1)
+        found = [min(map(len, self.kill_sets(row, lambda i: frozenset(sets[i])))) for row in self.holders.tolist()]
+        return np.array(found, np.int64)
+
+    def kill_sets(self, row: list[int], members: Callable[[int], Kill]) -> tuple[Kill, ...]:
+        """Return the minimal kill sets of a group whose columns are held by these numbered sets."""
+        return kill_sets([members(i) for i in row], self.combinations)
+
+
+def blocks_of(holdings: Holdings) -> list[Block]:
+    """Return the blocks of a job, in an order that follows from their roles alone. Rows without values are left out."""
+    whole: dict[tuple[tuple[RoleColumn, ...], bool], list[int]] = {}
+    single: dict[RoleColumn, list[tuple[int, int]]] = {}
+    for number, tensor in enumerate(holdings.tensors):
+        if tensor.numel and not all(column.scalar for column in tensor.columns):
+            whole.setdefault((tensor.columns, tensor.derived), []).append(number)
+        for c, column in enumerate(tensor.columns):
+            if column.scalar and len(tensor.holders):
+                single.setdefault(column, []).append((number, int(tensor.holders[0, c])))
+    blocks = []
+    for (columns, derived), numbers in sorted(whole.items(), key=lambda item: (_order(item[0][0]), item[0][1])):
+        blocks.append(_block(columns, derived, numbers, [holdings.tensors[i] for i in numbers]))
+    for column, held in sorted(single.items(), key=lambda item: _order([item[0]])):
+        tensor, holders = np.array(held, np.int64).T
+        group, rows = distinct_rows(holders.reshape(-1, 1))
+        blocks.append(Block((column,), False, tensor, np.ones_like(tensor), group, rows, is_scalar=True))
+    return blocks
+
+
+def _order(columns: Iterable[RoleColumn]) -> list[tuple[str, str, bool]]:
+    return [(column.role, column.dtype, column.scalar) for column in columns]
+
+
+def _block(columns: tuple[RoleColumn, ...], derived: bool, numbers: list[int], tensors: list[TensorRows]) -> Block:
+    tensor = np.repeat(np.array(numbers, np.int64), [len(t.volume) for t in tensors])
+    volume = np.concatenate([t.volume for t in tensors])
+    solid = volume > 0
+    group, rows = distinct_rows(np.concatenate([t.holders for t in tensors])[solid])
+    return Block(columns, derived, tensor[solid], volume[solid], group, rows)
+
+
+def distinct_rows(table: Numbers) -> tuple[Numbers, Numbers]:
+    """Return (number of each row among the distinct rows, the distinct rows) of an int64 table of numbers >= -1.
+
+    Columns are folded into one number, which sorts much faster than rows do.
+    """
+    code = np.zeros(len(table), np.int64)
+    codes = 1
+    for c in range(table.shape[1]):
+        if c and np.array_equal(table[:, c], table[:, c - 1]):
+            continue
+        base = int(table[:, c].max(initial=0)) + 2
+        if codes * base >= 2**62:
+            _, code = np.unique(code, return_inverse=True)
+            codes = len(table)
+        code, codes = code * base + table[:, c] + 1, codes * base
+    _, first, number = np.unique(code, return_index=True, return_inverse=True)
+    return number.reshape(-1), table[first]

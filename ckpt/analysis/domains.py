@@ -1,0 +1,171 @@
+"""Failure domains: ranks that fail together (a rank, a host, a rack, whatever the user names). Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ckpt.errors import ConfigError
+
+if TYPE_CHECKING:
+    from ckpt.analysis.holdings import Numbers
+
+RANK, HOST = "rank", "host"
+
+
+def spans(ranks: Iterable[int]) -> str:
+    """Return ascending numbers as text, runs as ranges.
+
+    >>> spans([0, 1, 2, 3, 9])
+    '0-3,9'
+    """
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+
+
+@dataclass(frozen=True)
+class Domains:
+    """Which failure domain each rank belongs to.
+
+    ``kind``: what the domains are, in one word (``"host"``). ``of_rank[r]``: name of the domain of rank ``r``.
+    """
+
+    kind: str
+    of_rank: tuple[str, ...]
+
+    @classmethod
+    def by_rank(cls, world: int) -> Domains:
+        """Every rank fails alone."""
+        return cls(RANK, tuple(map(str, range(world))))
+
+    @classmethod
+    def by_host(cls, world: int, hosts: int | Sequence[str]) -> Domains:
+        """Ranks of one host fail together.
+
+        Args:
+            world: number of ranks.
+            hosts: ranks per host, consecutive ranks together and the hosts numbered from 0; or each rank's host name.
+        """
+        if isinstance(hosts, int):
+            if hosts < 1:
+                raise ConfigError(f"ranks per host: expected at least 1, found {hosts}")
+            return cls(HOST, tuple(str(rank // hosts) for rank in range(world)))
+        return cls.of(HOST, world, dict(enumerate(hosts)))
+
+    @classmethod
+    def of(
+        cls,
+        kind: str,
+        world: int,
+        mapping: Callable[[int], object] | Mapping[int, object] | Mapping[str, Iterable[int]],
+    ) -> Domains:
+        """Return the domains that a user describes: a function of the rank, rank -> name, or name -> its ranks.
+
+        Raises:
+            ConfigError: with every rank that has no domain, has two, or does not exist.
+        """
+        found: dict[int, list[str]] = {}
+        if callable(mapping):
+            found = {rank: [str(mapping(rank))] for rank in range(world)}
+        else:
+            for key, value in mapping.items():
+                if isinstance(key, int):
+                    found.setdefault(key, []).append(str(value))
+                elif isinstance(value, Iterable) and not isinstance(value, str):
+                    for rank in value:
+                        found.setdefault(rank, []).append(key)
+                else:
+                    raise ConfigError(f"{kind} domain {key!r}: expected the list of its ranks, found {value!r}")
+        problems = [
+            f"rank {r!r}: not in this job of {world} ranks" for r in found if not isinstance(r, int) or not 0 <= r < world
+        ]
+        lacking = [rank for rank in range(world) if rank not in found]
+        if lacking:
+            problems.append(f"no {kind} is given for rank(s) {spans(lacking)}")
+        problems += [f"rank {r}: in several {kind}s: {', '.join(n)}" for r, n in found.items() if len(set(n)) > 1]
+        problems += [f"rank {r}: its {kind} has an empty name" for r, n in found.items() if not n[0].strip()]
+        _complain(f"{kind} domains", problems)
+        return cls(kind, tuple(found[rank][0] for rank in range(world)))
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """Names of all domains, in the order of their lowest ranks."""
+        return tuple(dict.fromkeys(self.of_rank))
+
+    @cached_property
+    def number(self) -> Numbers:
+        """Number (in :attr:`names`) of each rank's domain, int64 ``[world]``."""
+        numbers = {name: i for i, name in enumerate(self.names)}
+        return np.array([numbers[name] for name in self.of_rank], np.int64)
+
+    def check(self, world: int) -> None:
+        """Raise :class:`ConfigError` unless these are the domains of a job of ``world`` ranks."""
+        if len(self.of_rank) != world:
+            raise ConfigError(f"{self.kind} domains: expected one for each of {world} ranks, found {len(self.of_rank)}")
+
+    def parse(self, text: str) -> tuple[int, ...]:
+        """Return the ranks, ascending, that a list such as ``host:3,host:7`` or ``rank:0-3,9`` names.
+
+        A part is ``kind:name``, ``rank:number`` (whatever the domains are), or a name; names that are numbers may be
+        given as a range. A part without a kind has that of the part before it.
+
+        Raises:
+            ConfigError: with every part that names nothing.
+        """
+        ranks: set[int] = set()
+        problems: list[str] = []
+        kind = ""
+        for part in filter(None, map(str.strip, text.split(","))):
+            name = part
+            if part not in self._members and ":" in part:
+                kind, _, name = part.partition(":")
+            found = self._named(kind, name.strip()) or self._members.get(name)
+            if not found:
+                known = f"{self.kind}s are {_some(self.names)}; ranks are 0 to {len(self.of_rank) - 1}"
+                problems.append(f"{part!r} names no {kind or self.kind} of this job: {known}")
+            ranks.update(found or ())
+        if not ranks and not problems:
+            problems.append("the list is empty")
+        _complain(f"lost domains {text!r}", problems)
+        return tuple(sorted(ranks))
+
+    @cached_property
+    def _members(self) -> dict[str, list[int]]:
+        members: dict[str, list[int]] = {}
+        for rank, name in enumerate(self.of_rank):
+            members.setdefault(name, []).append(rank)
+        return members
+
+    def _named(self, kind: str, name: str) -> list[int]:
+        """Return the ranks of one domain or of a range of numbered ones, nothing if any of them does not exist."""
+        if kind == RANK:
+            members = {str(rank): [rank] for rank in range(len(self.of_rank))}
+        elif kind in ("", self.kind):
+            members = self._members
+        else:
+            return []
+        if name in members:
+            return members[name]
+        first, dash, last = name.partition("-")
+        if not (dash and first.isdecimal() and last.isdecimal() and int(first) <= int(last) < 10**7):
+            return []
+        wanted = [str(i) for i in range(int(first), int(last) + 1)]
+        return [rank for one in wanted for rank in members[one]] if all(one in members for one in wanted) else []
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:6]) + (f", … ({len(names)} in all)" if len(names) > 6 else "")
+
+
+def _complain(what: str, problems: list[str]) -> None:
+    if problems:
+        raise ConfigError("\n  - ".join([f"{what}: {len(problems)} problem(s)", *problems]))

@@ -1,0 +1,63 @@
+"""RankLayout of any one rank of a described job, exactly as the rank itself would declare it. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from ckpt.layout.box import Box
+from ckpt.layout.spec import RankLayout, Shard, TensorSpec
+
+if TYPE_CHECKING:
+    from ckpt.describe.cuts import Cut
+    from ckpt.describe.model import Described
+    from ckpt.describe.placement import Description
+
+
+def rank_layout(description: Description, rank: int) -> RankLayout:
+    """Return everything that a rank holds.
+
+    Raises:
+        ConfigError: no such rank.
+    """
+    stage, tensor_rank, data_index = description.mesh.place(rank)
+    expert_rank = data_index % description.parallel.ep if description.parallel.ep > 1 else None
+    cuts = description.cuts(stage, tensor_rank, None)
+    if expert_rank is not None:
+        cuts = cuts | description.cuts(stage, tensor_rank, expert_rank)
+    shards: list[Shard] = []
+    held = description.on_stage[stage]
+    for tensor in held:
+        if tensor.kind == "buffer":
+            for column in description.columns(tensor):
+                spec = TensorSpec(tensor.fqn, column.role, column.dtype, tensor.shape)
+                shards.append(Shard(spec, Box.whole(tensor.shape)))
+            continue
+        if tensor.fqn not in cuts:
+            continue
+        own = cuts[tensor.fqn]
+        param = list(_boxes(description, tensor, tensor_rank, own.param, data_index))
+        state = param
+        if own.state is not None and own.state is not own.param:
+            state = list(_boxes(description, tensor, tensor_rank, own.state, data_index))
+        for column in description.columns(tensor):
+            boxes = param if column.of_param else state
+            if column.scalar:
+                boxes = [Box((), ())] if boxes or own.scalars_everywhere else []
+            shape = () if column.scalar else tensor.shape
+            spec = TensorSpec(tensor.fqn, column.role, column.dtype, shape)
+            shards += [Shard(spec, box) for box in boxes]
+    derived = tuple(t.fqn for t in held if t.fqn in cuts and description.derived(t))
+    names = {t.fqn for t in held}
+    aliases = tuple((a, t) for a, t in description.aliases.items() if t in names)
+    return RankLayout(rank, tuple(shards), aliases, derived)
+
+
+def _boxes(description: Description, tensor: Described, tensor_rank: int, cut: Cut, data_index: int) -> Iterator[Box]:
+    owner = cut.group.owner_of.get(data_index)
+    if owner is None:
+        return
+    tiling = description.tiling(tensor, tensor_rank)
+    for i in (cut.owners == owner).nonzero()[0]:
+        for box, _ in tiling.of_range(int(cut.bounds[i]), int(cut.bounds[i + 1])):
+            yield box

@@ -1,0 +1,210 @@
+"""ModelSpec: the tensors of a model that is not there: names, shapes, and how tensor parallelism may cut each. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, NoReturn
+
+from ckpt.errors import ConfigError
+from ckpt.layout.spec import ITEMSIZE
+from ckpt.layout.tiling import Runs, chunked, fused, length
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from ckpt.layout.rules import TensorRule
+
+KINDS = ("matrix", "norm", "bias", "embedding", "expert", "router", "buffer")
+"""What a tensor is. Only ``buffer`` (never stepped) and ``expert`` (dealt out over expert ranks) change a layout."""
+
+MAX_TENSORS = 1_000_000
+MAX_ELEMENTS = 2**62
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """How tensor parallelism cuts a tensor.
+
+    ``dim``: the dimension. ``parts``: (size, heads) of the matrices that lie one behind the other along it, each cut by
+    itself and only between its heads; with fewer heads than ranks, neighbours hold the same head. Without parts the
+    dimension is cut evenly. ``vocabulary``: a framework may pad it.
+    """
+
+    dim: int
+    parts: tuple[tuple[int, int], ...] = ()
+    vocabulary: bool = False
+
+    @classmethod
+    def of_rule(cls, rule: TensorRule, shape: Sequence[int]) -> Split | None:
+        """Return the split that a rule of a rules file (``ckpt.layout.rules``) means for a tensor of this shape.
+
+        Raises:
+            ConfigError: the rule cuts a dimension that the tensor lacks, or its parts do not add up to it.
+        """
+        if rule.dim is None:
+            return None
+        dim = rule.dim + len(shape) if rule.dim < 0 else rule.dim
+        if not 0 <= dim < len(shape):
+            raise ConfigError(f"cuts dimension {rule.dim} of a tensor of shape {list(shape)}")
+        size = shape[dim]
+        if rule.size is not None:
+            if rule.size != size:
+                raise ConfigError(f"the rule says size {rule.size}, the tensor has {size} along dimension {dim}")
+            return cls(dim, vocabulary=True)
+        if rule.heads is not None:
+            return cls(dim, ((size, rule.heads),))
+        if rule.stride > 1:
+            if size % rule.stride:
+                raise ConfigError(f"{size} rows are not {rule.stride} equal parts")
+            return cls(dim, ((size // rule.stride, size // rule.stride),) * rule.stride)
+        parts = tuple(
+            (part, part) if isinstance(part, int) else (part.size, part.heads or part.size) for part in rule.fused
+        )
+        if parts and sum(n for n, _ in parts) != size:
+            raise ConfigError(f"the fused parts add up to {sum(n for n, _ in parts)}, expected {size}")
+        return cls(dim, parts)
+
+    def runs(self, size: int, degree: int, rank: int, *, uneven: bool, multiple: int | None) -> tuple[Runs, int]:
+        """Return what ``rank`` of ``degree`` holds of a dimension of ``size``, and the length of its local dimension.
+
+        Args:
+            size: of the global dimension.
+            degree: number of tensor-parallel ranks.
+            rank: which of them.
+            uneven: may a dimension be cut by the rule of ``torch.chunk`` (DTensor), rather than only evenly?
+            multiple: pad a vocabulary until each rank has a multiple of this many rows (Megatron); None: do not pad.
+
+        Raises:
+            LayoutError: the dimension cannot be cut that way.
+        """
+        if self.vocabulary and multiple is not None:
+            rows = -(-size // (multiple * degree)) * multiple
+            first = min(rank * rows, size)
+            count = min(rows, size - first)
+            return (((first, count),) if count else ()), rows
+        if not self.parts and uneven:
+            runs = chunked(((0, size),), degree, rank)
+        else:
+            runs = fused(self.parts or ((size, size),), degree, rank)
+        return runs, length(runs)
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """One parameter or persistent buffer.
+
+    ``layer``: its number in the stack of layers, which says its pipeline stage; without one, ``place`` does
+    (``first``, ``last`` or ``every`` stage). ``expert``: global number of the expert that it belongs to. ``dtype``:
+    None for the training dtype. ``trainable``: is it stepped by the optimizer?
+    """
+
+    fqn: str
+    shape: tuple[int, ...]
+    kind: str = "matrix"
+    layer: int | None = None
+    place: str = "first"
+    split: Split | None = None
+    expert: int | None = None
+    dtype: str | None = None
+    trainable: bool = True
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Tied:
+    """``alias`` is another name of the tensor ``target``, used at ``place``, which may be another pipeline stage."""
+
+    alias: str
+    target: str
+    place: str = "last"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """All tensors in module order, which is the order in which flat optimizers lay them out."""
+
+    name: str
+    tensors: tuple[Described, ...]
+    tied: tuple[Tied, ...] = ()
+
+    @classmethod
+    def from_named_shapes(
+        cls,
+        parameters: Mapping[str, Sequence[int]],
+        buffers: Mapping[str, tuple[Sequence[int], str | None]] | None = None,
+        tied: Mapping[str, str] | None = None,
+        name: str = "model",
+    ) -> ModelSpec:
+        """Return a model of one stage from ``name -> shape`` in module order; buffers carry (shape, dtype).
+
+        Raises:
+            ConfigError: all problems of :meth:`check`.
+        """
+        tensors = [Described(fqn, tuple(shape), kind_of(shape)) for fqn, shape in parameters.items()]
+        tensors += [
+            Described(fqn, tuple(shape), "buffer", dtype=dtype, trainable=False)
+            for fqn, (shape, dtype) in (buffers or {}).items()
+        ]
+        model = cls(name, tuple(tensors), tuple(Tied(a, t, "first") for a, t in (tied or {}).items()))
+        model.check()
+        return model
+
+    @property
+    def layers(self) -> int:
+        """Number of layers."""
+        return 1 + max((t.layer for t in self.tensors if t.layer is not None), default=-1)
+
+    @property
+    def experts(self) -> int:
+        """Number of routed experts."""
+        return 1 + max((t.expert for t in self.tensors if t.expert is not None), default=-1)
+
+    @property
+    def parameters(self) -> int:
+        """Number of elements of all parameters, a tied one counted once."""
+        return sum(t.numel for t in self.tensors if t.kind != "buffer")
+
+    def check(self) -> None:
+        """Raise :class:`ConfigError` with every tensor that cannot be."""
+        problems = list(self._problems())
+        if problems:
+            refuse(f"model {self.name!r} cannot be", problems)
+
+    def _problems(self) -> Iterable[str]:
+        if not self.tensors:
+            yield "it has no tensors"
+        names: set[str] = set()
+        for t in self.tensors:
+            if t.fqn in names:
+                yield f"{t.fqn!r} is listed twice"
+            names.add(t.fqn)
+            if any(n < 1 for n in t.shape) or t.numel > MAX_ELEMENTS:
+                yield f"{t.fqn!r}: shape {list(t.shape)}, expected sizes from 1 on, at most {MAX_ELEMENTS} elements"
+            if t.kind not in KINDS:
+                yield f"{t.fqn!r}: kind {t.kind!r}, expected one of {', '.join(KINDS)}"
+            if t.dtype is not None and t.dtype not in ITEMSIZE:
+                yield f"{t.fqn!r}: dtype {t.dtype!r} is unknown"
+            if t.place not in ("first", "last", "every"):
+                yield f"{t.fqn!r}: stage {t.place!r}, expected first, last or every"
+        for tie in self.tied:
+            if tie.target not in names:
+                yield f"{tie.alias!r} is tied to {tie.target!r}, which is not there"
+            if tie.alias in names:
+                yield f"{tie.alias!r} is both a tensor and another name of {tie.target!r}"
+
+
+def kind_of(shape: Sequence[int]) -> str:
+    """Return the kind of a tensor of which only the shape is known."""
+    return "matrix" if len(shape) > 1 else "norm"
+
+
+def refuse(message: str, problems: Iterable[str]) -> NoReturn:
+    """Raise :class:`ConfigError` that lists all problems."""
+    listed = list(problems)
+    shown = listed if len(listed) <= 20 else [*listed[:20], f"… and {len(listed) - 20} more"]
+    raise ConfigError("\n  - ".join([f"{message} ({len(listed)} problem(s))", *shown]))

@@ -1,0 +1,85 @@
+"""``ckpt.Parallel``: an engine together with what its framework does not record of its layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch.distributed as dist
+
+from ckpt.engine.base import Context
+from ckpt.errors import ConfigError
+from ckpt.layout.rules import Rules
+
+MAX_RULES_FILE = 1 << 20
+
+
+class Parallel:
+    """Wrap an engine for :func:`ckpt.save`, :func:`ckpt.load`, … where its framework leaves something unsaid.
+
+    Args:
+        engine: whatever could be passed alone.
+        rules: how tensor parallelism cut which tensors, names that are local to a pipeline stage, weights that are tied
+            across stages: a path to a YAML or JSON file, the same as plain data, or :class:`ckpt.layout.rules.Rules`.
+        groups: axis (``"tp"``, ``"dp"``, ``"pp"``, ``"ep"``, ``"cp"``) -> this rank's process group along it, or the
+            ranks in it. An engine that has an ``mpu`` object of Megatron's kind names them itself.
+        names: name on this rank -> global name, a function in place of the rules' ``names``.
+
+    Raises:
+        ConfigError: rules that cannot be read or understood, or a group that is none.
+    """
+
+    def __init__(
+        self,
+        engine: object,
+        *,
+        rules: str | Path | Mapping[str, Any] | Rules | None = None,
+        groups: Mapping[str, dist.ProcessGroup | Sequence[int]] | None = None,
+        names: Callable[[str], str] | None = None,
+    ) -> None:
+        if isinstance(engine, Parallel):
+            raise ConfigError("ckpt.Parallel around a ckpt.Parallel: expected the engine itself")
+        read = read_rules(rules) if isinstance(rules, str | Path) else Rules.of(rules or {})
+        if names is not None and read.names:
+            raise ConfigError("names were given both as a function and in the rules: expected one of them")
+        self.engine = engine
+        self.context = Context(read, {axis: _ranks(axis, group) for axis, group in (groups or {}).items()}, names)
+
+
+def read_rules(path: str | Path) -> Rules:
+    """Read a rules file (YAML, of which JSON is a subset).
+
+    Raises:
+        ConfigError: it cannot be read, is too large, no YAML, or no rules; names the file.
+    """
+    try:
+        data = Path(path).read_bytes()
+    except OSError as error:
+        raise ConfigError(f"rules file {path}: {error.strerror}") from error
+    if len(data) > MAX_RULES_FILE:
+        raise ConfigError(f"rules file {path}: {len(data)} bytes, at most {MAX_RULES_FILE}")
+    try:
+        plain = msgspec.yaml.decode(data)
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"rules file {path}: {error}") from error
+    if not isinstance(plain, dict):
+        raise ConfigError(f"rules file {path}: expected a mapping, found {type(plain).__name__}")
+    try:
+        return Rules.of(plain)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
+
+
+def group_ranks(group: Any) -> tuple[int, ...]:
+    """Return the global ranks of a process group, in group order."""
+    return tuple(dist.get_process_group_ranks(group))
+
+
+def _ranks(axis: str, group: Any) -> tuple[int, ...]:
+    if isinstance(group, dist.ProcessGroup):
+        return group_ranks(group)
+    if isinstance(group, Sequence) and group and all(type(r) is int for r in group):
+        return tuple(group)
+    raise ConfigError(f"groups[{axis!r}] is a {type(group).__name__}: expected a process group or a list of ranks")

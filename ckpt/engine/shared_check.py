@@ -1,0 +1,51 @@
+"""Small checks that every adapter needs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from ckpt.engine.base import dtype_name
+from ckpt.errors import UnsupportedLayout
+from ckpt.layout.spec import ITEMSIZE
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def class_names(value: object) -> set[str]:
+    """Return the names of the classes that ``value`` is an instance of: a test that needs no import of a framework."""
+    return {cls.__name__ for cls in type(value).__mro__}
+
+
+def class_name(value: object) -> str:
+    """Return the full name of the class of ``value``."""
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """Return this rank's memory of a tensor: of a ``DTensor`` its local part, else the tensor; without autograd."""
+    local: Tensor = getattr(tensor, "_local_tensor", tensor).detach()
+    return local
+
+
+def check_tensor(fqn: str, role: str, tensor: Tensor) -> None:
+    """Check that a tensor is plain memory (of a ``DTensor`` its local part) of a dtype that can be stored.
+
+    Raises:
+        UnsupportedLayout: it is a meta, sparse or quantized tensor, or of a sub-byte dtype.
+    """
+    tensor = local_tensor(tensor)
+    name = dtype_name(tensor.dtype)
+    trouble = ""
+    if tensor.is_meta:
+        trouble = "is on the meta device, so it has no values"
+    elif tensor.layout is not torch.strided:
+        trouble = f"has layout {tensor.layout}"
+    elif tensor.is_quantized or name not in ITEMSIZE:
+        trouble = f"has dtype {name}"
+    elif "DTensor" in class_names(tensor):
+        trouble = "is a DTensor inside of another tensor"
+    if trouble:
+        raise UnsupportedLayout(f"tensor {fqn!r} ({role}) {trouble}: expected a dense tensor of {', '.join(ITEMSIZE)}")

@@ -1,0 +1,69 @@
+"""From a parameter of a tensor-parallel layer to the part of the global tensor that it is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from ckpt.engine.base import Context
+from ckpt.errors import LayoutError, UnsupportedLayout
+from ckpt.layout.rules import TensorRule, tiling_of
+from ckpt.layout.tiling import Tiling
+
+
+@dataclass(slots=True)
+class Tiler:
+    """Collects what cannot be expressed, so that a job learns all of it at once; call :meth:`check` at the end.
+
+    ``group``: the ranks of this rank's tensor-parallel group, ``rank``: its position there.
+    """
+
+    context: Context
+    rank: int = 0
+    degree: int = 1
+    problems: list[str] = field(default_factory=list)
+    seen: set[str] = field(default_factory=set)
+    locals_seen: set[str] = field(default_factory=set)
+
+    def tiling(self, fqn: str, local: tuple[int, ...], tensor: Any) -> Tiling:
+        """Return which part of the global tensor ``fqn`` a local tensor of this shape is.
+
+        The user's rules count first, then Megatron's attributes on the parameter (``tensor_model_parallel``,
+        ``partition_dim``, ``partition_stride``). A tensor that neither of them names is held whole by every rank; but
+        if the user has given rules, one that no rule explains is an error, because a rule with a typing error would
+        turn a slice into a whole tensor.
+        """
+        self.seen.add(fqn)
+        rule = self.context.rules.rule_for(fqn) or self._by_attributes(fqn, tensor)
+        if rule is None:
+            if self.degree > 1 and self.context.rules.tensors:
+                self.problems.append(f"tensor {fqn!r}: no rule explains it (a whole one needs a rule without dim)")
+            return Tiling.whole(local)
+        try:
+            return tiling_of(rule, local, self.rank, self.degree)
+        except LayoutError as error:
+            self.problems.append(f"tensor {fqn!r}: {error}")
+            return Tiling.whole(local)
+
+    def _by_attributes(self, fqn: str, tensor: Any) -> TensorRule | None:
+        if self.degree == 1 or not hasattr(tensor, "tensor_model_parallel"):
+            return None
+        if not tensor.tensor_model_parallel:
+            return TensorRule(match=fqn)
+        dim, stride = getattr(tensor, "partition_dim", -1), getattr(tensor, "partition_stride", 1)
+        if dim is None or dim < 0:
+            self.problems.append(
+                f"tensor {fqn!r}: it is marked as tensor parallel, but neither partition_dim nor a rule says along "
+                f"which dimension it is cut"
+            )
+            return None
+        return TensorRule(match=fqn, dim=dim, stride=stride)
+
+    def unused(self) -> set[str]:
+        """Return the user's rules that have fitted nothing so far."""
+        return self.context.rules.unused(self.seen, self.locals_seen)
+
+    def check(self, what: str) -> None:
+        """Raise :class:`UnsupportedLayout` with every problem, if there is any."""
+        if self.problems:
+            raise UnsupportedLayout(f"{what} cannot be saved or loaded", tuple(self.problems))

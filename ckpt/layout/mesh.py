@@ -1,0 +1,78 @@
+"""Process groups as claims: each rank says with whom it shares an axis, and together the groups must tile the world."""
+
+from __future__ import annotations
+
+from collections import Counter
+from math import prod
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ckpt.layout.spec import RankLayout
+
+AXES = ("dp", "cp", "tp", "pp")
+"""Axes whose product is the world; expert parallelism (``ep``) lies inside of them."""
+
+
+def mesh_problems(layouts: Sequence[RankLayout]) -> list[str]:
+    """Return what is wrong with the groups that the ranks name; ``layouts[r]`` is rank ``r``'s."""
+    world, problems = len(layouts), []
+    named = {one.rank: dict(one.groups) for one in layouts}
+    for axis in sorted({axis for groups in named.values() for axis in groups}):
+        without = [rank for rank, groups in named.items() if axis not in groups]
+        if without:
+            problems.append(f"axis {axis!r}: rank(s) {_some(without)} name no group, the others do")
+        problems += _axis_problems(axis, {r: groups[axis] for r, groups in named.items() if axis in groups}, world)
+    for rank, groups in named.items():
+        sizes = {axis: len(groups[axis]) for axis in AXES if axis in groups}
+        if {"dp", "tp"} <= sizes.keys() and prod(sizes.values()) != world:
+            shown = " x ".join(f"{axis} {n}" for axis, n in sizes.items())
+            problems.append(
+                f"rank {rank}: its groups have {shown} = {prod(sizes.values())} ranks, the world has {world}"
+            )
+            break
+    for rank, groups in named.items():
+        clash = _clash(rank, {axis: groups[axis] for axis in AXES if axis in groups})
+        if clash:
+            problems.append(clash)
+            break
+    return problems
+
+
+def _axis_problems(axis: str, groups: dict[int, tuple[int, ...]], world: int) -> list[str]:
+    problems = []
+    outside = [r for r, ranks in groups.items() if r not in ranks or min(ranks) < 0 or max(ranks) >= world]
+    if outside:
+        problems.append(
+            f"axis {axis!r}: the group(s) of rank(s) {_some(outside)} lack their own rank or leave the world"
+        )
+    by_group: dict[tuple[int, ...], list[int]] = {}
+    for rank, ranks in groups.items():
+        by_group.setdefault(tuple(sorted(ranks)), []).append(rank)
+    for ranks, members in sorted(by_group.items()):
+        strangers = sorted(set(ranks) & groups.keys() - set(members))
+        if strangers:
+            problems.append(
+                f"axis {axis!r}: rank(s) {_some(members)} name the group ({_some(ranks)}), of which rank(s) "
+                f"{_some(strangers)} name another"
+            )
+    sizes = Counter(len(ranks) for ranks in groups.values())
+    if len(sizes) > 1:
+        problems.append(f"axis {axis!r}: groups of different sizes: {', '.join(map(str, sorted(sizes)))}")
+    return problems
+
+
+def _clash(rank: int, groups: dict[str, tuple[int, ...]]) -> str:
+    seen: dict[int, str] = {}
+    for axis, ranks in groups.items():
+        for other in ranks:
+            if other != rank and seen.setdefault(other, axis) != axis:
+                return (
+                    f"ranks {rank} and {other} share both the {seen[other]} and the {axis} group: the axes do not cross"
+                )
+    return ""
+
+
+def _some(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks[:6])) + (f", … ({len(ranks)} in all)" if len(ranks) > 6 else "")
