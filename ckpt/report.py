@@ -56,6 +56,10 @@ class SaveReport:
     divergences: tuple[str, ...]
     """declared replicas whose bytes differed, in words"""
     seconds: float
+    bytes_underived: int = 0
+    """bytes of parameters written because they are not cast(master), which stochastic rounding does by right"""
+    underived: tuple[str, ...] = ()
+    """a few of them, in words"""
     phases: dict[str, float] = field(default_factory=dict)
     """seconds of this rank by phase: describe, plan, digest, write, commit"""
 

@@ -24,6 +24,7 @@ from ckpt.layout.spec import BUFFER, RankLayout, Shard
 from ckpt.repo.repository import Repository, attempt_marker, checked_step
 from ckpt.report import SaveReport, Stopwatch
 from ckpt.runtime.agree import Hello, JobPlan, cached_layout, exchange_hellos, job_plan, layout_digest
+from ckpt.runtime.comparing import Question, ask, underived
 from ckpt.runtime.extras import Item, collect, owned_items
 from ckpt.runtime.guard import check_whole
 from ckpt.runtime.pieces import PieceTable
@@ -119,7 +120,9 @@ class _Save:
             with self.watch.phase("digest"):
                 mine, payloads = self._digest(job, attempt)
             settled = settle(job.plan, mine, payloads)
-            divergences = divergences_of(job.plan, settled)
+            # Every rank has the same verdicts, so they all look closer, or none does.
+            differing = [Question(i, tuple(v.copies.values())) for i, v in settled.verdicts.items()]
+            divergences = divergences_of(job.plan, settled, ask(comm, job.plan, self.pieces, differing))
             self._judge(divergences)
             with self.watch.phase("write"):
                 own = comm.run("write", lambda: self._write(attempt, job, mine, settled, hellos))
@@ -131,6 +134,7 @@ class _Save:
             encoded = comm.gather("written", lambda: msgspec.msgpack.encode(own))
             done = [msgspec.msgpack.decode(data, type=Done) for data in encoded]
             totals = _totals(job, done, divergences)
+            self._tell(done)
             try:
                 size = comm.on_root("commit", lambda: self._commit(attempt, job, hellos[0], done, divergences, totals))
             except RankFailure as error:
@@ -151,6 +155,8 @@ class _Save:
             written_by_rank=tuple(d.written for d in done),
             divergences=tuple(map(str, divergences)),
             seconds=self.watch.seconds,
+            bytes_underived=sum(d.underived for d in done),
+            underived=tuple(text for d in done for text in d.underived_shown),
             phases=self.watch.phases,
         )
 
@@ -236,7 +242,11 @@ class _Save:
         outputs, entries = outputs_of(job.plan, self.comm.rank, mine, settled, self.pieces, keep_all)
         objects = owned_items(self.items, [h.objects for h in hellos], self.comm.rank)
         content = Content(outputs, entries, objects)
-        return write_own(attempt, self.comm.rank, from_raw(job.layout), content, self.comm.beat)
+        done = write_own(attempt, self.comm.rank, from_raw(job.layout), content, self.comm.beat)
+        stored = [i for i, cast in mine.casts.items() if cast != mine.held[i]]
+        done.underived = sum(job.plan.chunks[i].nbytes for i in stored)
+        done.underived_shown = list(map(str, underived(job.plan, self.comm.rank, self.pieces, stored)))
+        return done
 
     def _judge(self, divergences: list[Divergence]) -> None:
         if divergences and self.policy == "error":
@@ -246,6 +256,11 @@ class _Save:
                 log.warning("%s", one)
             if len(divergences) > 8:
                 log.warning("… and %d more diverging chunks", len(divergences) - 8)
+
+    def _tell(self, done: list[Done]) -> None:
+        nbytes, shown = sum(d.underived for d in done), next((d.underived_shown for d in done if d.underived_shown), [])
+        if nbytes and self.comm.rank == 0:
+            log.info("%d bytes of params are not cast(master) and were stored: %s", nbytes, shown[0])
 
     def _commit(
         self,

@@ -109,7 +109,7 @@ class NothingLost:
             terms = union_terms(own, UNIONS)
             if terms is not None:
                 self._parts[terms] += 1
-            self._upper[terms or ((0, 1), (len(own[0]), -1))] += 1
+            self._upper[terms or ((0, 1), (min(map(len, own)), -1))] += 1
         self.exact = self._parts == self._upper
 
     def bounds(self, lost: int) -> tuple[float, float]:
@@ -137,7 +137,7 @@ class NothingLost:
     def _chance(self, parts: Counter[Terms], lost: int) -> float | None:
         product: dict[int, int] = {0: 1}
         work = 0
-        for terms, number in sorted(parts.items(), key=lambda item: len(item[0]) * item[1]):
+        for terms, number in sorted(parts.items(), key=lambda item: (len(item[0]) * item[1], item)):
             for factor in _power(terms, number, lost):
                 work += len(product) * len(factor) if len(product) > 1 else 0
                 if work > PRODUCTS:

@@ -48,10 +48,10 @@ def combinations_of(columns: Sequence[RoleColumn], derived: bool) -> tuple[Combi
 def minimal(sets: Iterable[Kill]) -> tuple[Kill, ...]:
     """Return the sets of which no other one is a part, ascending by size, then by content."""
     kept: list[Kill] = []
-    for one in sorted(set(sets), key=lambda s: (len(s), sorted(s))):
+    for one in sorted(set(sets), key=len):
         if not any(smaller <= one for smaller in kept):
             kept.append(one)
-    return tuple(kept)
+    return tuple(kept) if len(kept) == 1 else tuple(sorted(kept, key=lambda s: (len(s), sorted(s))))
 
 
 def kill_sets(holders: Sequence[Kill], combinations: Sequence[Combination]) -> tuple[Kill, ...]:

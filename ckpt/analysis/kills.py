@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import count
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -75,29 +76,25 @@ def minimal_of_all(families: Iterable[Family]) -> list[Kill]:
 
 def components(families: Sequence[Family]) -> list[list[int]]:
     """Group families (by number) whose kill sets share domains, directly or through others. None may be empty."""
-    parent: dict[int, int] = {}
+    label: dict[int, int] = {}
+    members: dict[int, list[Kill]] = {}
+    fresh = count()
 
-    def root(domain: int) -> int:
-        while parent[domain] != domain:
-            parent[domain] = parent[parent[domain]]
-            domain = parent[domain]
-        return domain
+    def join(kills: Family) -> None:
+        touched: set[int | None] = set()
+        for kill in kills:
+            touched.update(map(label.get, kill))
+        if len(touched) == 1 and None not in touched:
+            return
+        parts = [*kills, *(part for old in touched if old is not None for part in members.pop(old))]
+        new = next(fresh)
+        members[new] = parts
+        for part in parts:
+            label.update(dict.fromkeys(part, new))
 
-    joined: set[Kill] = set()
-    for kill in (k for family in families for k in family):
-        if kill in joined:
-            continue
-        joined.add(kill)
-        for domain in kill:
-            parent.setdefault(domain, domain)
-        first, *others = {root(domain) for domain in kill}
-        for other in others:
-            parent[other] = first
-    for family in families:  # one that several sets can destroy ties them together
-        first, *others = {root(min(kill)) for kill in family}
-        for other in others:
-            parent[other] = first
+    for family in sorted(families, key=lambda family: -len(family[-1])):  # the widest first: most others lie inside
+        join(family)
     found: dict[int, list[int]] = {}
     for number, family in enumerate(families):
-        found.setdefault(root(next(iter(family[0]))), []).append(number)
+        found.setdefault(label[next(iter(family[0]))], []).append(number)
     return list(found.values())

@@ -122,6 +122,21 @@ class IndexPart(msgspec.Struct, frozen=True, kw_only=True):
     objects: tuple[ObjectEntry, ...] = ()
 
 
+class DivergingElements(msgspec.Struct, frozen=True, kw_only=True):
+    """What exactly differs in a diverging chunk (:class:`ckpt.analysis.claims.Difference` says what each field is)."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    elements: int
+    unordered: int
+    max_abs: float | None
+
+    def __str__(self) -> str:
+        by = "" if self.max_abs is None else f", by at most {self.max_abs:.6g}"
+        odd = f", {self.unordered} of them NaN or infinite" if self.unordered else ""
+        return f"{self.elements} element(s) in {Box(self.offsets, self.sizes)}{by}{odd}"
+
+
 class Divergence(msgspec.Struct, frozen=True, kw_only=True):
     """Ranks that declared to hold the same box and whose bytes differed at this save."""
 
@@ -133,10 +148,13 @@ class Divergence(msgspec.Struct, frozen=True, kw_only=True):
     """digest -> ranks that held these bytes"""
     kept: str
     """digest of the copy that a load gives to everybody else"""
+    differing: DivergingElements | None = None
+    """None if the chunk was not looked at element by element"""
 
     def __str__(self) -> str:
         sides = "; ".join(f"{d} on rank(s) {', '.join(map(str, r))}" for d, r in self.copies.items())
-        return f"tensor {self.fqn!r} ({self.role}) box {Box(self.offsets, self.sizes)}: replicas differ: {sides}"
+        what = "" if self.differing is None else f" in {self.differing}"
+        return f"tensor {self.fqn!r} ({self.role}) box {Box(self.offsets, self.sizes)}: replicas differ{what}: {sides}"
 
 
 class IndexRoot(msgspec.Struct, frozen=True, kw_only=True):

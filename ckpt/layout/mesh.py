@@ -47,11 +47,12 @@ def _axis_problems(axis: str, groups: dict[int, tuple[int, ...]], world: int) ->
         problems.append(
             f"axis {axis!r}: the group(s) of rank(s) {_some(outside)} lack their own rank or leave the world"
         )
+    named = {rank: tuple(sorted(ranks)) for rank, ranks in groups.items()}
     by_group: dict[tuple[int, ...], list[int]] = {}
-    for rank, ranks in groups.items():
-        by_group.setdefault(tuple(sorted(ranks)), []).append(rank)
+    for rank, ranks in named.items():
+        by_group.setdefault(ranks, []).append(rank)
     for ranks, members in sorted(by_group.items()):
-        strangers = sorted(set(ranks) & groups.keys() - set(members))
+        strangers = [r for r in ranks if named.get(r, ranks) != ranks]
         if strangers:
             problems.append(
                 f"axis {axis!r}: rank(s) {_some(members)} name the group ({_some(ranks)}), of which rank(s) "

@@ -83,19 +83,20 @@ class _Provable:
     """Boxes of a derived param over one cell of its master. ``provers``: the ranks that hold both."""
 
     spec: TensorSpec
-    boxes: list[Box]
+    boxes: tuple[Box, ...]
     master: Cell
     provers: Holders
 
 
 @dataclass(slots=True)
 class Group:
-    """What exactly ``ranks`` hold: ``cells`` to be written by one of them each (``nbytes`` in all), and params that
+    """What exactly ``ranks`` hold: ``cells``, each to be written by one of them (``nbytes`` in all), and params that
     should not have to be written because a member can prove them.
     """
 
     ranks: Holders
-    cells: list[tuple[TensorSpec, Box]] = field(default_factory=list)
+    members: frozenset[int]
+    cells: list[Cell] = field(default_factory=list)
     provable: list[_Provable] = field(default_factory=list)
     nbytes: int = 0
 
@@ -104,11 +105,12 @@ class Group:
         """Sorts groups in the order in which they are planned."""
         return len(self.ranks), self.ranks
 
-    def add(self, spec: TensorSpec, box: Box) -> None:
-        """Add a box that must be written."""
-        if box.volume:
-            self.cells.append((spec, box))
-            self.nbytes += box.volume * spec.itemsize
+    def add(self, cell: Cell) -> None:
+        """Add a cell that must be written, if there is anything in it."""
+        nbytes = cell.nbytes
+        if nbytes:
+            self.cells.append(cell)
+            self.nbytes += nbytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,33 +161,37 @@ def groups_of(cells: Mapping[TensorSpec, Sequence[Cell]], derived: frozenset[str
     def group(ranks: Holders) -> Group:
         found = groups.get(ranks)
         if found is None:
-            found = groups[ranks] = Group(ranks)
+            found = groups[ranks] = Group(ranks, frozenset(ranks))
         return found
 
     masters = {spec.fqn: cells[spec] for spec in cells if spec.role == MASTER}
     for spec in sorted(cells):
         if spec.role == PARAM and spec.fqn in derived:
-            for params, master, boxes in _over_masters(cells[spec], masters[spec.fqn]):
-                one, members = group(params), frozenset(params)
-                provers = tuple(rank for rank in master.ranks if rank in members)
-                if provers:
-                    one.provable.append(_Provable(spec, boxes, master, provers))
+            for ranks, boxes, master in _over_masters(cells[spec], masters[spec.fqn]):
+                one = group(ranks)
+                both = ranks if ranks == master.ranks else tuple(r for r in master.ranks if r in one.members)
+                if both:
+                    one.provable.append(_Provable(spec, boxes, master, both))
                 else:
                     for box in boxes:
-                        one.add(spec, box)
+                        one.add(Cell(spec, box, ranks))
         else:
             for cell in cells[spec]:
-                group(cell.ranks).add(spec, cell.box)
+                group(cell.ranks).add(cell)
     return groups
 
 
-def _over_masters(params: Sequence[Cell], masters: Sequence[Cell]) -> Iterator[tuple[Holders, Cell, list[Box]]]:
-    """Yield ``(holders, master cell, boxes)``: what these ranks hold of a param over each cell of its master."""
+def _over_masters(params: Sequence[Cell], masters: Sequence[Cell]) -> Iterator[tuple[Holders, tuple[Box, ...], Cell]]:
+    """Yield ``(ranks, boxes, master cell)``: what these ranks hold of a param over each cell of its master."""
+    theirs, ours = [cell.box for cell in masters], [cell.box for cell in params]
+    if theirs == ours:  # param and master cut alike, as in FSDP and ZeRO-3
+        yield from ((param.ranks, (param.box,), master) for param, master in zip(params, masters, strict=True))
+        return
     found: dict[tuple[int, Holders], list[tuple[int, Box]]] = {}
-    for m, p, common in overlaps([cell.box for cell in masters], [cell.box for cell in params]):
+    for m, p, common in overlaps(theirs, ours):
         found.setdefault((m, params[p].ranks), []).append((p, common))
     for m, ranks in sorted(found):  # the same order in every view, whatever else is in it
-        yield ranks, masters[m], [box for _, box in sorted(found[m, ranks])]
+        yield ranks, tuple(box for _, box in sorted(found[m, ranks])), masters[m]
 
 
 def plan_group(group: Group, loads: Sequence[int], sizes: Mapping[Holders, int], chunk_bytes: int) -> GroupPlan:
@@ -199,9 +205,9 @@ def plan_group(group: Group, loads: Sequence[int], sizes: Mapping[Holders, int],
     """
     limit = _cut_limit(group.ranks, sizes, chunk_bytes)
     chunks = [
-        Chunk(spec, piece, group.ranks)
-        for spec, box in group.cells
-        for piece in box.cut(max(1, limit // spec.itemsize))
+        Chunk(cell.spec, piece, group.ranks)
+        for cell in group.cells
+        for piece in cell.box.cut(max(1, limit // cell.spec.itemsize))
     ]
     owners = _elect(chunks, group.ranks, loads)
     proofs: dict[int, Box] = {}
@@ -242,7 +248,7 @@ def _elect(chunks: list[Chunk], ranks: Holders, loads: Sequence[int]) -> list[in
 def _pieces(one: _Provable, most: int) -> Iterator[tuple[Box, Box]]:
     """Yield ``(master chunk, piece of the param in it)``; the master is cut into chunks of ``most`` elements."""
     cut = one.master.box.cut(most)
-    if one.boxes == [one.master.box]:  # the param's cell goes beyond the master's, as under ZeRO
+    if one.boxes == (one.master.box,):  # the param's cell does not end inside the master's
         yield from ((box, box) for box in cut)
         return
     masters = list(cut)

@@ -16,7 +16,7 @@ from ckpt.layout.spec import MASTER, TensorSpec
 from ckpt.plan.local_plan import CHUNK_BYTES, Chunk, GroupPlan, groups_of, plan_group
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Sequence
 
     from ckpt.layout.box import Box
     from ckpt.layout.graph import ShardGraph
@@ -36,13 +36,18 @@ class SavePlan:
     proofs: dict[int, int]
     spec_ids: dict[TensorSpec, int]
     """number of each spec in the index"""
-    # What follows from the chunks is not compared: arrays have no single truth.
-    held: tuple[Numbers, ...] = field(compare=False)
-    """for each rank the numbers of the chunks that it holds, ascending"""
-    shared: tuple[Numbers, ...] = field(compare=False)
-    """for each rank those of them that other ranks hold too: their digests are exchanged, in this order"""
+    alone: tuple[range, ...]
+    """for each rank the numbers of the chunks that only it holds"""
+    shared: tuple[Numbers, ...] = field(compare=False)  # follows from the chunks, and arrays have no single truth
+    """for each rank those of the chunks that it shares with others, ascending: their digests are exchanged, in this
+    order
+    """
     proving: tuple[tuple[int, ...], ...] = field(compare=False)
     """for each rank the shared params whose cast it digests as well"""
+
+    def held(self, rank: int) -> list[int]:
+        """Return the numbers of the chunks that a rank holds, ascending."""
+        return [*self.alone[rank], *self.shared[rank].tolist()]  # groups of one are numbered first
 
     def loads(self) -> list[int]:
         """Return the bytes that each rank writes if every proof succeeds and nothing is unchanged."""
@@ -74,36 +79,39 @@ def build_save_plan(graph: ShardGraph, chunk_bytes: int = CHUNK_BYTES) -> SavePl
     return _union(graph, plans)
 
 
-def _union(graph: ShardGraph, plans: Iterable[GroupPlan]) -> SavePlan:
+def _union(graph: ShardGraph, plans: Sequence[GroupPlan]) -> SavePlan:
     chunks: list[Chunk] = []
     owners: list[int] = []
     proved: list[tuple[int, Box]] = []
-    alone: list[list[Numbers]] = [[] for _ in range(graph.world)]
-    common: list[list[Numbers]] = [[] for _ in range(graph.world)]
+    numbers: list[range] = []
+    alone = [range(0)] * graph.world
+    groups: list[list[int]] = [[] for _ in range(graph.world)]
     proving: list[list[int]] = [[] for _ in range(graph.world)]
-    for plan in plans:
+    for g, plan in enumerate(plans):
         first = len(chunks)
         chunks += plan.chunks
         owners += plan.owners
-        numbers = np.arange(first, len(chunks), dtype=np.int64)
+        numbers.append(range(first, len(chunks)))
+        proved += [(first + i, master) for i, master in plan.proofs.items()]
+        if len(plan.ranks) == 1:
+            alone[plan.ranks[0]] = numbers[g]
+            continue
         for rank in plan.ranks:
-            (common if len(plan.ranks) > 1 else alone)[rank].append(numbers)
-        for i, master in plan.proofs.items():
-            proved.append((first + i, master))
-            if len(plan.ranks) > 1:
-                proving[plan.owners[i]].append(first + i)
+            groups[rank].append(g)
+        for i in plan.proofs:
+            proving[plan.owners[i]].append(first + i)
     masters = {(c.spec.fqn, c.box): i for i, c in enumerate(chunks) if c.spec.role == MASTER} if proved else {}
+    shared: dict[tuple[int, ...], Numbers] = {}  # ranks of the same groups, as in data parallelism, have one array
+    for own in map(tuple, groups):
+        if own not in shared:
+            shared[own] = np.concatenate([np.array(numbers[g], np.int64) for g in own] or [np.empty(0, np.int64)])
     return SavePlan(
         graph.world,
         tuple(chunks),
         tuple(owners),
         {i: masters[chunks[i].spec.fqn, box] for i, box in proved},
         {spec: i for i, spec in enumerate(graph.specs)},
-        tuple(_joined((*a, *c)) for a, c in zip(alone, common, strict=True)),  # groups of one are planned first
-        tuple(map(_joined, common)),
+        tuple(alone),
+        tuple(shared[tuple(own)] for own in groups),
         tuple(map(tuple, proving)),
     )
-
-
-def _joined(parts: Iterable[Numbers]) -> Numbers:
-    return np.concatenate((np.empty(0, np.int64), *parts))

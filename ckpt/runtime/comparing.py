@@ -13,14 +13,13 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from ckpt.analysis.claims import Difference
+from ckpt.analysis.claims import DERIVATION, Difference, Finding
 from ckpt.runtime.differing import difference
 from ckpt.runtime.staging import cast_bytes, tensor_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    
     from ckpt.layout.spec import TensorSpec
     from ckpt.plan.save_plan import SavePlan
     from ckpt.runtime.comm import Comm
@@ -30,6 +29,8 @@ MAX_DETAILED = 32
 """Chunks that are looked at in detail; of every tensor the first ones. The others are known by chunk and ranks."""
 MAX_SIDES = 16
 """Copies of one chunk that are compared in detail (buffers may differ on every rank)."""
+MAX_SHOWN = 8
+"""Underived params that each rank tells of in a save."""
 BATCH_BYTES = 8 << 20
 """Bytes that are on their way at a time, unless one chunk's sides are more."""
 
@@ -118,6 +119,21 @@ def cast_difference(plan: SavePlan, pieces: PieceTable, chunk: int, copies: list
     master = plan.chunks[plan.proofs[chunk]].spec
     right = cast_bytes(pieces.view(master, one.box), pieces.view(one.spec, one.box).dtype)
     return difference([right, *copies], one.spec.dtype, one.box)
+
+
+def underived(plan: SavePlan, rank: int, pieces: PieceTable, numbers: list[int]) -> list[Finding]:
+    """Return the findings about params that this rank holds and that are not the cast of its own master.
+
+    ``numbers``: their chunks; the first of each tensor is looked at, :data:`MAX_SHOWN` at most.
+    """
+    found: dict[TensorSpec, Finding] = {}
+    for i in numbers:
+        chunk = plan.chunks[i]
+        if chunk.spec in found or len(found) == MAX_SHOWN:
+            continue
+        exact = cast_difference(plan, pieces, i, [tensor_bytes(pieces.view(chunk.spec, chunk.box))])
+        found[chunk.spec] = Finding(DERIVATION, *chunk.spec.key, chunk.box, ((rank,), chunk.ranks), exact)
+    return list(found.values())
 
 
 class _Exchange:

@@ -52,7 +52,7 @@ def digest_chunks(
 
     ``look`` is shown each held chunk's number and bytes.
     """
-    for i in plan.held[rank].tolist():
+    for i in plan.held(rank):
         chunk = plan.chunks[i]
         view = pieces.view(chunk.spec, chunk.box)
         data = tensor_bytes(view)
@@ -231,7 +231,7 @@ def outputs_of(
     """
     outputs: list[Output] = []
     entries: list[ChunkEntry] = []
-    for i in plan.held[rank].tolist():
+    for i in plan.held(rank):
         chunk = plan.chunks[i]
         verdict = settled.verdicts.get(i)
         value = mine.held[i]

@@ -10,16 +10,26 @@ import msgspec
 
 from ckpt.errors import CkptError
 from ckpt.format.digest import digest, from_raw
-from ckpt.format.manifest import DERIVED, BlobEntry, ChunkEntry, Divergence, FileRef, IndexPart, PackRef
+from ckpt.format.manifest import (
+    DERIVED,
+    BlobEntry,
+    ChunkEntry,
+    Divergence,
+    DivergingElements,
+    FileRef,
+    IndexPart,
+    PackRef,
+)
 from ckpt.repo.repository import Repository, attempt_prefix, step_prefix
 from ckpt.runtime.extras import Item, item_entry, item_outputs
 from ckpt.runtime.pipeline import Output, Settled, Written, write_outputs
 from ckpt.store.base import Store
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from ckpt.plan.save_plan import SavePlan
+    from ckpt.runtime.comparing import Answer
 
 log = logging.getLogger("ckpt")
 
@@ -33,6 +43,9 @@ class Done(msgspec.Struct, kw_only=True):
     reused: int
     derived: int
     stored: int
+    underived: int = 0
+    """bytes of params that are not cast(master)"""
+    underived_shown: list[str] = []
 
 
 @dataclass(slots=True)
@@ -167,11 +180,15 @@ def remember(store: Store, outputs: list[Output], written: Written) -> None:
     _proved[store.url] = {(written.packs[pack].key, start, o.digest) for o, (pack, start) in places}
 
 
-def divergences_of(plan: SavePlan, settled: Settled) -> list[Divergence]:
-    """Return the findings of this save: declared replicas whose digests differ."""
+def divergences_of(plan: SavePlan, settled: Settled, answers: Mapping[int, Answer]) -> list[Divergence]:
+    """Return the findings of this save: declared replicas whose digests differ.
+
+    ``answers``: chunk -> what exactly differs, of those that were looked at (:mod:`ckpt.runtime.comparing`).
+    """
     found = []
     for i, verdict in sorted(settled.verdicts.items()):
         chunk = plan.chunks[i]
+        exact = answers[i].replicas if i in answers else None
         found.append(
             Divergence(
                 fqn=chunk.spec.fqn,
@@ -180,6 +197,15 @@ def divergences_of(plan: SavePlan, settled: Settled) -> list[Divergence]:
                 sizes=chunk.box.sizes,
                 copies={from_raw(d): ranks for d, ranks in verdict.copies.items()},
                 kept=from_raw(verdict.kept),
+                differing=None
+                if exact is None
+                else DivergingElements(
+                    offsets=exact.box.offsets,
+                    sizes=exact.box.sizes,
+                    elements=exact.elements,
+                    unordered=exact.unordered,
+                    max_abs=exact.max_abs,
+                ),
             )
         )
     return found

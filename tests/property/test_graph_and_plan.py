@@ -78,7 +78,7 @@ def test_every_element_is_in_exactly_one_chunk_whose_owner_holds_it(layouts, chu
             assert truth[chunk.spec][element] == chunk.ranks
             seen.setdefault(chunk.spec, []).append(element)
         for rank in range(plan.world):
-            assert (number in plan.held[rank]) == (rank in chunk.ranks)
+            assert (number in plan.held(rank)) == (rank in chunk.ranks)
     for spec in graph.specs:
         assert sorted(seen.get(spec, [])) == sorted(elements(Box.whole(spec.shape)))
     for param, master in plan.proofs.items():

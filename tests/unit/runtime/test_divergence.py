@@ -41,6 +41,7 @@ def test_one_bit_on_one_rank_is_named_and_the_majority_is_kept():
     store = MemoryStore()
     report = save_all(made, store)[1]
     (line,) = report.divergences
+    assert "replicas differ in 1 element(s) in [7:8], by at most" in line
     assert "tensor 'w' (master) box [0:40]" in line
     assert "on rank(s) 0, 1;" in line
     assert line.endswith("on rank(s) 2")
@@ -48,6 +49,9 @@ def test_one_bit_on_one_rank_is_named_and_the_majority_is_kept():
     (found,) = index.root.divergences
     assert sorted(found.copies.values()) == [(0, 1), (2,)]
     assert found.copies[found.kept] == (0, 1)
+    assert found.differing is not None
+    assert (found.differing.offsets, found.differing.sizes, found.differing.elements) == ((7,), (1,), 1)
+    assert found.differing.max_abs == abs(live(made[2], "w", MASTER)[7] - live(made[0], "w", MASTER)[7]).item()
     assert index.commit.totals["divergences"] == 1
     assert not verify(Repository(store)).damaged
     target = job(3, filled=False)
@@ -137,6 +141,11 @@ def test_a_derivation_that_fails_in_one_element_costs_only_its_chunk():
     store = MemoryStore()
     report = save_all(made, store)[0]
     assert report.bytes_derived == 0, "40 elements are one chunk"
+    assert report.divergences == ()
+    assert report.bytes_underived == 80
+    (line,) = report.underived
+    assert line.startswith("tensor 'w' (param): param is not cast(master): 1 element(s) in [0:1], by at most ")
+    assert Repository(store).read_index(1).root.divergences == ()
     target = engines(made[0].model, replicated(made[0].model, 3), 3, filled=False)
     load_all(target, store)
     assert [line for one in target for line in one.differences()] == []

@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+import pytest
+
+from ckpt.errors import LayoutError
+from ckpt.layout.box import Box
+from ckpt.layout.graph import ShardGraph
+from ckpt.layout.mesh import mesh_problems
+from ckpt.layout.spec import RankLayout, Shard, TensorSpec
+
+
+def grid(dp: int, tp: int, pp: int = 1) -> list[dict[str, tuple[int, ...]]]:
+    """Rank = (pp * dp + d) * tp + t."""
+    found = []
+    for rank in range(dp * tp * pp):
+        t, d, p = rank % tp, rank // tp % dp, rank // (tp * dp)
+        found.append(
+            {
+                "tp": tuple((p * dp + d) * tp + i for i in range(tp)),
+                "dp": tuple((p * dp + i) * tp + t for i in range(dp)),
+                "pp": tuple((i * dp + d) * tp + t for i in range(pp)),
+            }
+        )
+    return found
+
+
+def layouts(groups) -> list[RankLayout]:
+    return [RankLayout(r, groups=tuple(sorted(one.items()))) for r, one in enumerate(groups)]
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1), (4, 1, 1), (2, 2, 1), (2, 2, 2), (3, 2, 2)])
+def test_a_grid_is_whole(shape) -> None:
+    assert mesh_problems(layouts(grid(*shape))) == []
+
+
+def test_no_groups_no_claims() -> None:
+    assert mesh_problems([RankLayout(0), RankLayout(1)]) == []
+
+
+def test_every_kind_of_problem_is_listed_at_once() -> None:
+    groups = grid(2, 2)
+    groups[0]["tp"] = (0, 2)  # the others say (0, 1) and (2, 3)
+    groups[3]["dp"] = (1, 9)
+    del groups[2]["pp"]
+    text = "\n".join(mesh_problems(layouts(groups)))
+    assert "axis 'tp': rank(s) 1 name the group (0, 1), of which rank(s) 0 name another" in text
+    assert "axis 'dp': the group(s) of rank(s) 3 lack their own rank or leave the world" in text
+    assert "axis 'pp': rank(s) 2 name no group, the others do" in text
+    assert "share both the dp and the tp group" in text
+
+
+def test_groups_that_do_not_multiply_to_the_world() -> None:
+    groups = [{"tp": (r,), "dp": (r,)} for r in range(2)]
+    assert mesh_problems(layouts(groups)) == ["rank 0: its groups have dp 1 x tp 1 = 1 ranks, the world has 2"]
+
+
+def test_groups_of_different_sizes() -> None:
+    groups = [{"tp": (0, 1)}, {"tp": (0, 1)}, {"tp": (2,)}]
+    assert mesh_problems(layouts(groups)) == ["axis 'tp': groups of different sizes: 1, 2"]
+
+
+def test_the_graph_lists_mesh_rules_and_shards_in_one_error() -> None:
+    spec = TensorSpec("w", "param", "float32", (4,))
+    ranks = [
+        RankLayout(0, (Shard(spec, Box((0,), (1,))),), groups=(("tp", (0,)),), unused=("tensors: typo",)),
+        RankLayout(1, (Shard(spec, Box((2,), (2,))),), groups=(("tp", (0, 1)),), unused=("tensors: typo", "names: x")),
+    ]
+    with pytest.raises(LayoutError) as caught:
+        ShardGraph.build(ranks).check()
+    text = "\n".join(caught.value.problems)
+    assert "1 element(s) held by no rank" in text
+    assert "axis 'tp'" in text
+    assert "rule 'tensors: typo' fits nothing on any rank" in text
+    assert "names: x" not in text  # it fits on rank 0
