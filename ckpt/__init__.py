@@ -9,6 +9,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from ckpt.analysis.claims import AuditReport
+    from ckpt.analysis.content import ContentReport
+    from ckpt.analysis.report import Report
+    from ckpt.analyzing import analyze
+    from ckpt.auditing import audit
     from ckpt.engine.parallel import Parallel
     from ckpt.errors import (
         CheckpointExists,
@@ -35,6 +40,11 @@ _HOME = {
     "load": "ckpt.loading",
     "latest": "ckpt.loading",
     "steps": "ckpt.loading",
+    "analyze": "ckpt.analyzing",
+    "audit": "ckpt.auditing",
+    "AuditReport": "ckpt.analysis.claims",
+    "ContentReport": "ckpt.analysis.content",
+    "Report": "ckpt.analysis.report",
     "Parallel": "ckpt.engine.parallel",
     "SaveReport": "ckpt.report",
     "LoadReport": "ckpt.report",
@@ -55,9 +65,11 @@ _HOME = {
 }
 
 __all__ = [
+    "AuditReport",
     "CheckpointExists",
     "CkptError",
     "ConfigError",
+    "ContentReport",
     "DigestMismatch",
     "FormatError",
     "IntegrityError",
@@ -69,9 +81,12 @@ __all__ = [
     "Parallel",
     "RankFailure",
     "ReplicaDivergence",
+    "Report",
     "SaveReport",
     "StoreError",
     "UnsupportedLayout",
+    "analyze",
+    "audit",
     "latest",
     "load",
     "save",

@@ -5,12 +5,16 @@ describe → agree → plan → digest → compare: the path of a save without a
 
 from __future__ import annotations
 
-from ckpt.analysis.claims import AuditReport
+from typing import TYPE_CHECKING
+
 from ckpt.engine.find import adapter_for
 from ckpt.runtime.auditing import audit_job
 from ckpt.runtime.describing import meet
 from ckpt.runtime.pieces import PieceTable
 from ckpt.runtime.torch_comm import communicator
+
+if TYPE_CHECKING:
+    from ckpt.analysis.claims import AuditReport
 
 
 def audit(engine: object, *, timeout: float | None = None) -> AuditReport:

@@ -20,11 +20,13 @@ from ckpt.engine.find import adapter_for
 from ckpt.errors import CheckpointExists, ConfigError, RankFailure, ReplicaDivergence, SplitRoot
 from ckpt.format.digest import from_raw
 from ckpt.format.manifest import VERSION, CommitBody, Divergence, IndexRoot
-from ckpt.layout.spec import BUFFER, RankLayout, Shard
+from ckpt.layout.spec import BUFFER, RankLayout
+from ckpt.repo.holders import holder_table
 from ckpt.repo.repository import Repository, attempt_marker, checked_step
 from ckpt.report import SaveReport, Stopwatch
 from ckpt.runtime.agree import Hello, JobPlan, cached_layout, exchange_hellos, job_plan, layout_digest
 from ckpt.runtime.comparing import Question, ask, underived
+from ckpt.runtime.describing import host_name, layout_of
 from ckpt.runtime.extras import Item, collect, owned_items
 from ckpt.runtime.guard import check_whole
 from ckpt.runtime.pieces import PieceTable
@@ -136,7 +138,7 @@ class _Save:
             totals = _totals(job, done, divergences)
             self._tell(done)
             try:
-                size = comm.on_root("commit", lambda: self._commit(attempt, job, hellos[0], done, divergences, totals))
+                size = comm.on_root("commit", lambda: self._commit(attempt, job, hellos, done, divergences, totals))
             except RankFailure as error:
                 # Rank 0 was lost while it published: nobody can know how far it came.
                 doubt = "the step may be there all the same, ckpt.latest tells"
@@ -168,15 +170,7 @@ class _Save:
         check_whole(adapter.module())
         state = adapter.describe()
         self.step = checked_step(adapter.step() if self.step_asked is None else self.step_asked)
-        shards = tuple(Shard(s.spec, s.box) for s in state.shards)
-        self.layout = RankLayout(
-            self.comm.rank,
-            shards,
-            tuple(sorted(state.aliases.items())),
-            tuple(sorted(state.derived)),
-            tuple(sorted(state.groups.items())),
-            tuple(sorted(state.unused)),
-        )
+        self.layout = layout_of(self.comm.rank, state)
         self.pieces = PieceTable(state.shards)
         self.items = collect(state.objects, self.extra)
         return Hello(
@@ -188,6 +182,7 @@ class _Save:
             layout=layout_digest(self.layout),
             cached=cached_layout(),
             objects={f"{i.kind}:{i.name}": i.identity for i in self.items},
+            host=host_name(),
         )
 
     def _begin(self) -> Attempt:
@@ -266,7 +261,7 @@ class _Save:
         self,
         attempt: Attempt,
         job: JobPlan,
-        hello: Hello,
+        hellos: list[Hello],
         done: list[Done],
         divergences: list[Divergence],
         totals: dict[str, int],
@@ -292,6 +287,7 @@ class _Save:
             aliases=job.graph.aliases,
             parts=tuple(d.part for d in done),
             divergences=tuple(divergences),
+            holders=holder_table(job.graph, [h.host for h in hellos]),
         )
         repo = Repository(self.store)
         index = repo.write_index(attempt.key("index/root.json.zst"), root)
@@ -301,7 +297,7 @@ class _Save:
             step=self.step,
             attempt=attempt.name,
             world=self.comm.world,
-            engine=hello.engine,
+            engine=hellos[0].engine,
             created=_now(),
             software=_software(),
             totals=totals,

@@ -24,7 +24,7 @@ LEVEL = {
     "errors": 0, "report": 0,
     "layout": 1,
     "store": 2, "format": 2, "analysis": 2,
-    "repo": 3, "plan": 3,
+    "repo": 3, "plan": 3, "describe": 3,
     "runtime": 4, "gradlog": 4, "engine": 4, "convert": 4,
     "saving": 5, "loading": 5, "auditing": 5, "analyzing": 5, "checkpointer": 5,
     "cli": 6,
@@ -41,7 +41,7 @@ SHARED = "shared"
 CHOOSERS = {"engine/find.py"}  # picks the adapter, so it knows them all
 
 TORCH_PARTS = {"engine", "runtime", "gradlog", "convert"}
-TORCH_FREE = ("errors", "layout", "analysis", "plan", "format", "store", "repo")
+TORCH_FREE = ("errors", "layout", "analysis", "plan", "format", "store", "repo", "describe")
 FRAMEWORKS = {"deepspeed": "engine/deepspeed", "megatron": "engine/megatron"}  # file name prefix; inside functions only
 ONE_FILE = {"boto3": "boto3", "botocore": "boto3", "fsspec": "fsspec", "xxhash": "xxhash", "zstandard": "zstandard"}
 PICKLES = {"pickle", "_pickle", "dill", "cloudpickle", "shelve", "marshal", "joblib"}

@@ -1,7 +1,7 @@
 """Which rank holds what of Llama-3 under tensor, pipeline and data parallelism, in closed form: no rank asks another.
 
-Megatron's order of ranks (tensor parallelism fastest, then data, then pipeline) and DeepSpeed's ZeRO partitions: stage 1
-cuts the concatenation of a rank's parameters into one flat range a data-parallel rank, stage 3 cuts each parameter.
+Megatron's order of ranks (tensor parallelism fastest, then data, then pipeline) and DeepSpeed's ZeRO partitions: stage
+1 cuts the concatenation of a rank's parameters into one flat range a data-parallel rank, stage 3 cuts each parameter.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ckpt.analysis.combination import Combination, Kill, combinations_of, is_derivable, kill_sets
+from ckpt.analysis.combination import Combination, Kill, combinations_of, is_derivable, kill_sets, needed_bytes
 from ckpt.analysis.holdings import NOBODY, Holdings, Numbers, RankSets, RoleColumn, TensorRows
 from ckpt.layout.spec import BUFFER, MASTER, PARAM
 
@@ -46,12 +46,6 @@ class SetTable:
         ]
         return np.array(numbers, np.int64), list(known)
 
-    def any_of(self, chosen: np.ndarray) -> np.ndarray:
-        """Has each set a member among the chosen ranks? bool ``[sets + 1]`` from bool ``[world]``."""
-        total = np.concatenate([np.zeros(1, np.int64), np.cumsum(chosen[self._ranks])])
-        found: np.ndarray = total[self._start + self.size] > total[self._start]
-        return found
-
 
 @dataclass(frozen=True)
 class Block:
@@ -83,7 +77,7 @@ class Block:
 
     def itemsize(self, column: int) -> int:
         """Bytes that one element has in this column."""
-        return 0 if self.columns[column].scalar and not self.is_scalar else self.columns[column].itemsize
+        return 0 if self.columns[column].scalar else self.columns[column].itemsize
 
     def is_derivable(self, column: int) -> bool:
         """Is this column the cast of another one?"""
@@ -92,7 +86,7 @@ class Block:
     @property
     def needed(self) -> int:
         """Bytes from which one element is rebuilt."""
-        return sum(self.itemsize(c) for c in range(len(self.columns)) if not self.is_derivable(c))
+        return needed_bytes(self.columns, self.derived)
 
     @property
     def kind(self) -> str:
@@ -112,7 +106,8 @@ class Block:
     def copies(self, sets: RankSets, sizes: Numbers) -> Numbers:
         """Return, of each group, the least number of ranks whose loss destroys it, int64 ``[groups]``."""
         if len(self.combinations) == 1:
-            return sizes[self.holders[:, list(self.combinations[0])]].min(axis=1)
+            least: Numbers = sizes[self.holders[:, list(self.combinations[0])]].min(axis=1)
+            return least
         found = [min(map(len, self.kill_sets(row, lambda i: frozenset(sets[i])))) for row in self.holders.tolist()]
         return np.array(found, np.int64)
 
@@ -137,7 +132,8 @@ def blocks_of(holdings: Holdings) -> list[Block]:
     for column, held in sorted(single.items(), key=lambda item: _order([item[0]])):
         tensor, holders = np.array(held, np.int64).T
         group, rows = distinct_rows(holders.reshape(-1, 1))
-        blocks.append(Block((column,), False, tensor, np.ones_like(tensor), group, rows, is_scalar=True))
+        value = RoleColumn(column.role, column.dtype)
+        blocks.append(Block((value,), False, tensor, np.ones_like(tensor), group, rows, is_scalar=True))
     return blocks
 
 

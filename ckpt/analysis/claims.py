@@ -1,16 +1,16 @@
 """What an audit says: of every claim of redundancy how much is proved, and each finding to the element. Pure.
 
-A claim is *proved* where its holders had equal bytes, *refuted* where they did not, and *unproved* where equal bytes say
-nothing: all elements of the piece were bitwise the same (moments before the first step, weights at their constant
+A claim is *proved* where its holders had equal bytes, *refuted* where they did not, and *unproved* where equal bytes
+say nothing: all elements of the piece were bitwise the same (moments before the first step, weights at their constant
 initial value, a single number). Two ranks that do not replicate each other at all agree on zeros.
 """
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
 REPLICA, BUFFERS, DERIVATION = "replica", "buffer", "derivation"
-"""Kinds of finding. ``buffer``: replicas of a buffer, which may differ by right (BatchNorm statistics of each rank's own
-batches). ``derivation``: a param that is not cast(master); of a job with stochastic rounding that is legal."""
+"""Kinds of finding. ``buffer``: replicas of a buffer, which may differ by right (BatchNorm statistics of each rank's
+own batches). ``derivation``: a param that is not cast(master); of a job with stochastic rounding that is legal."""
 
 UNPROVED, PROVED, REFUTED = 0, 1, 2
 """States of one piece of a claim. The larger one counts when probes are combined: one refutation refutes for good, and
@@ -96,8 +96,8 @@ class Claim:
     """One claim over pieces of a tensor: that ``ranks`` hold the same (``replica``, ``buffer``), or that their param is
     cast(master) (``derivation``).
 
-    ``nbytes``: bytes of one copy of each piece, int64 ``[pieces]``. ``states``: uint8 ``[pieces]``. Pieces are chunks of
-    the save plan: one differing element refutes its whole piece, ``Finding.difference`` is exact.
+    ``nbytes``: bytes of one copy of each piece, int64 ``[pieces]``. ``states``: uint8 ``[pieces]``. Pieces are chunks
+    of the save plan: one differing element refutes its whole piece, ``Finding.difference`` is exact.
     """
 
     kind: str
@@ -171,9 +171,9 @@ class AuditReport:
         findings = tuple(dict.fromkeys(f for report in reports for f in report.findings))
         return cls(first.layout, first.world, tuple(claims), findings, sum(r.probes for r in reports))
 
-    def to_json(self) -> str:
-        """Return the report as one JSON document: claims with their bytes, findings; no NaN."""
-        return json.dumps(self.plain(), indent=2, allow_nan=False)
+    def to_json(self) -> bytes:
+        """Return the report as one JSON document, the same bytes on every rank; no number in it is NaN."""
+        return msgspec.json.encode(self.plain(), order="sorted")
 
     def plain(self) -> dict[str, Any]:
         """Return the report as JSON-able values."""

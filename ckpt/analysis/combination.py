@@ -28,6 +28,12 @@ def is_derivable(columns: Sequence[RoleColumn], derived: bool) -> bool:
     return derived and {PARAM, MASTER} <= {column.role for column in columns}
 
 
+def needed_bytes(columns: Sequence[RoleColumn], derived: bool) -> int:
+    """Return the bytes from which one element is rebuilt: those of all roles but a derivable param and scalars."""
+    spared = is_derivable(columns, derived)
+    return sum(c.itemsize for c in columns if not c.scalar and not (spared and c.role == PARAM))
+
+
 def combinations_of(columns: Sequence[RoleColumn], derived: bool) -> tuple[Combination, ...]:
     """Return the sets of columns that each rebuild all of them, the preferred one first.
 

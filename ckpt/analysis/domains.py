@@ -85,9 +85,7 @@ class Domains:
                         found.setdefault(rank, []).append(key)
                 else:
                     raise ConfigError(f"{kind} domain {key!r}: expected the list of its ranks, found {value!r}")
-        problems = [
-            f"rank {r!r}: not in this job of {world} ranks" for r in found if not isinstance(r, int) or not 0 <= r < world
-        ]
+        problems = [f"rank {r!r}: not in this job of {world} ranks" for r in found if r not in range(world)]
         lacking = [rank for rank in range(world) if rank not in found]
         if lacking:
             problems.append(f"no {kind} is given for rank(s) {spans(lacking)}")
@@ -126,9 +124,9 @@ class Domains:
         kind = ""
         for part in filter(None, map(str.strip, text.split(","))):
             name = part
-            if part not in self._members and ":" in part:
+            if part not in self.members and ":" in part:
                 kind, _, name = part.partition(":")
-            found = self._named(kind, name.strip()) or self._members.get(name)
+            found = self._named(kind, name.strip()) or self.members.get(name)
             if not found:
                 known = f"{self.kind}s are {_some(self.names)}; ranks are 0 to {len(self.of_rank) - 1}"
                 problems.append(f"{part!r} names no {kind or self.kind} of this job: {known}")
@@ -139,7 +137,8 @@ class Domains:
         return tuple(sorted(ranks))
 
     @cached_property
-    def _members(self) -> dict[str, list[int]]:
+    def members(self) -> dict[str, list[int]]:
+        """Ranks, ascending, of each domain."""
         members: dict[str, list[int]] = {}
         for rank, name in enumerate(self.of_rank):
             members.setdefault(name, []).append(rank)
@@ -150,7 +149,7 @@ class Domains:
         if kind == RANK:
             members = {str(rank): [rank] for rank in range(len(self.of_rank))}
         elif kind in ("", self.kind):
-            members = self._members
+            members = self.members
         else:
             return []
         if name in members:

@@ -177,8 +177,8 @@ def _pieces(fqn: str, main: TensorSpec, specs: list[TensorSpec], graph: ShardGra
             holders[piece][c] = cells[source].ranks
     for c in spread:
         everyone = tuple(sorted({r for cell in graph.cells[specs[c]] for r in cell.ranks}))
-        for piece in holders:
-            piece[c] = everyone
+        for row in holders:
+            row[c] = everyone
     return TensorPieces(fqn, main.shape, columns, tuple(boxes), tuple(map(tuple, holders)))
 
 

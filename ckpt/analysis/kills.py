@@ -1,4 +1,4 @@
-"""What destroys what: the minimal kill sets of all state, in failure domains, with the bytes that hang on each. Pure."""
+"""What destroys what: the minimal kill sets of all state, in failure domains, and the bytes behind each. Pure."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import numpy as np
 
 from ckpt.analysis.blocks import Block, SetTable, distinct_rows
 from ckpt.analysis.combination import Kill
+from ckpt.analysis.holdings import Numbers
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from ckpt.analysis.domains import Domains
-    from ckpt.analysis.holdings import Numbers
 
 Family = tuple[Kill, ...]
 """The minimal kill sets of one element: it is lost with any of them."""

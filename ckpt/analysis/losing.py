@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
 
-from ckpt.analysis.blocks import SetTable
-from ckpt.analysis.combination import combinations_of, is_derivable
+from ckpt.analysis.combination import Combination, combinations_of, needed_bytes
 from ckpt.analysis.domains import spans
-from ckpt.analysis.holdings import pieces_of
+from ckpt.analysis.holdings import RankSets, pieces_of
 from ckpt.errors import ConfigError
-from ckpt.layout.spec import PARAM
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from ckpt.analysis.domains import Domains
-    from ckpt.analysis.holdings import Holdings, RoleColumn, TensorRows
+    from ckpt.analysis.holdings import Holdings, RoleColumn, TensorPieces, TensorRows
     from ckpt.layout.box import Box
     from ckpt.layout.graph import ShardGraph
 
@@ -29,7 +29,8 @@ Corners = tuple[tuple[int, ...], tuple[int, ...]]
 class Source(msgspec.Struct, frozen=True, kw_only=True):
     """Elements that lost a copy and can be rebuilt. ``ranks``: for each role that it takes, who still holds it.
 
-    With a graph these are all who hold it, and ``boxes`` says of what; without, the lowest rank of each row.
+    With a graph these are all who hold ``boxes``. Without one, elements that take the same roles are one source, and
+    the ranks are whom to ask: the lowest one that still holds each row.
     """
 
     elements: int
@@ -53,7 +54,10 @@ class TensorLoss(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Loss(msgspec.Struct, frozen=True, kw_only=True):
-    """The loss of ``ranks``. ``domains``: those of which no rank is left. Tensors that lost no copy are not listed."""
+    """The loss of ``ranks``. ``domains``: those of which no rank is left.
+
+    Tensors that lost no copy of any element are not listed.
+    """
 
     domains: tuple[str, ...]
     ranks: str
@@ -63,9 +67,7 @@ class Loss(msgspec.Struct, frozen=True, kw_only=True):
     tensors: tuple[TensorLoss, ...]
 
 
-def lose(
-    holdings: Holdings, domains: Domains, lost: str | Iterable[int], graph: ShardGraph | None = None
-) -> Loss:
+def lose(holdings: Holdings, domains: Domains, lost: str | Iterable[int], graph: ShardGraph | None = None) -> Loss:
     """Return what the loss of these ranks, all at once, does.
 
     Args:
@@ -81,22 +83,99 @@ def lose(
     unknown = sorted(rank for rank in ranks if not 0 <= rank < holdings.world)
     if unknown:
         raise ConfigError(f"lost ranks {spans(unknown)} are not in this job of {holdings.world} ranks")
-    gone = np.isin(np.arange(holdings.world), sorted(ranks))
-    table = SetTable(holdings.sets)
-    alive, touched = table.any_of(~gone), table.any_of(gone)
-    tensors = []
+    losing = _Losing(holdings.sets if graph is None else RankSets(), ranks)
     if graph is None:
-        for tensor in holdings.tensors:
-            if touched[tensor.holders].any():
-                tensors.append(_tensor_loss(tensor, holdings, alive, touched, ranks))
+        tensors = [losing.tensor(one) for one in holdings.tensors]
     else:
-        tensors = [one for piece in pieces_of(graph) if (one := _piece_loss(piece, graph, ranks))]
+        tensors = [losing.pieces(one, graph) for one in pieces_of(graph)]
+    hit = tuple(one for one in tensors if one.bytes or one.roles_gone or one.rebuild_from)
     whole = [name for name in domains.names if ranks.issuperset(domains.members[name])]
     return Loss(
         domains=tuple(whole),
         ranks=spans(sorted(ranks)),
-        elements=sum(one.elements for one in tensors),
-        bytes=sum(one.bytes for one in tensors),
-        tensors_gone=len({one.fqn for one in tensors if one.bytes}),
-        tensors=tuple(tensors),
+        elements=sum(one.elements for one in hit),
+        bytes=sum(one.bytes for one in hit),
+        tensors_gone=len({one.fqn for one in hit if one.bytes}),
+        tensors=hit,
     )
+
+
+class _Losing:
+    def __init__(self, sets: RankSets, lost: set[int]) -> None:
+        self._sets = sets
+        self._lost = lost
+        self._left: dict[int, tuple[int, ...]] = {}
+
+    def left(self, number: int) -> tuple[int, ...]:
+        """Return the ranks of this set that are not lost."""
+        if number not in self._left:
+            self._left[number] = tuple(rank for rank in self._sets[number] if rank not in self._lost)
+        return self._left[number]
+
+    def tensor(self, one: TensorRows) -> TensorLoss:
+        numbers = np.unique(one.holders)
+        hit = [n for n in numbers.tolist() if len(self.left(n)) < max(1, len(self._sets[n]))]
+        rows = np.flatnonzero(np.isin(one.holders, hit).any(axis=1))
+        listed = zip(one.volume[rows].tolist(), one.holders[rows].tolist(), (None for _ in rows), strict=True)
+        return self._loss(one.fqn, one.columns, one.derived, listed)
+
+    def pieces(self, one: TensorPieces, graph: ShardGraph) -> TensorLoss:
+        rows = []
+        for box, holders in zip(one.boxes, one.holders, strict=True):
+            row = [self._sets.number(ranks) for ranks in holders]
+            if any(len(self.left(n)) < max(1, len(self._sets[n])) for n in row):
+                rows.append((box.volume, row, box))
+        return self._loss(one.fqn, one.columns, one.fqn in graph.derived, rows)
+
+    def _loss(
+        self,
+        fqn: str,
+        columns: tuple[RoleColumn, ...],
+        derived: bool,
+        rows: Iterable[tuple[int, list[int], Box | None]],
+    ) -> TensorLoss:
+        combinations = combinations_of(columns, derived)
+        elements, gone, lost_boxes, scalar_bytes = 0, Counter[str](), list[Corners](), 0
+        sources: dict[tuple[Combination, tuple[tuple[int, ...], ...]], _Found] = {}
+        for volume, row, box in rows:
+            corners = [] if box is None else [(box.offsets, box.sizes)]
+            left = [self.left(number) for number in row]
+            for column, ranks in zip(columns, left, strict=True):
+                if not ranks and column.scalar and column.role not in gone:
+                    gone[column.role] = 1
+                    scalar_bytes += column.itemsize
+                elif not ranks and not column.scalar and volume:
+                    gone[column.role] += volume
+            alive = next((c for c in combinations if all(left[i] for i in c)), None)
+            if not volume:
+                continue
+            if alive is None:
+                elements += volume
+                lost_boxes += corners
+                continue
+            # Without boxes a source could not say which of its elements each of many holders has.
+            key = alive, () if box is None else tuple(left[i] for i in alive)
+            found = sources.setdefault(key, _Found({columns[i].role: set() for i in alive}))
+            found.elements += volume
+            found.boxes += corners
+            for i in alive:
+                found.ranks[columns[i].role].update(left[i] if corners else left[i][:1])
+        return TensorLoss(
+            fqn=fqn,
+            elements=elements,
+            bytes=elements * needed_bytes(columns, derived) + scalar_bytes,
+            roles_gone=dict(sorted(gone.items())),
+            rebuild_from=tuple(found.source() for _, found in sorted(sources.items(), key=lambda item: item[0])),
+            boxes=tuple(sorted(lost_boxes)),
+        )
+
+
+@dataclass
+class _Found:
+    ranks: dict[str, set[int]]
+    elements: int = 0
+    boxes: list[Corners] = field(default_factory=list)
+
+    def source(self) -> Source:
+        ranks = {role: spans(sorted(holders)) for role, holders in self.ranks.items()}
+        return Source(elements=self.elements, ranks=ranks, boxes=tuple(sorted(self.boxes)))

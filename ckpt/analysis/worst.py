@@ -182,4 +182,5 @@ def _all_choices(small: list[tuple[list[Numbers], Numbers]], domains: int, lost:
     gains = np.zeros((len(chosen), columns), np.int64)
     for family, gain in small:
         gains[np.logical_or.reduce([member[:, kill].all(axis=1) for kill in family])] += gain
-    return gains.max(axis=0)
+    most: Numbers = gains.max(axis=0)
+    return most

@@ -151,9 +151,7 @@ class _Builder:
                 if cut is not None:
                     parts.append((copy, cut.group, _owners(segment, cut, low, first, width)))
             for i in range(len(low) if parts else 0):
-                out[i] = self._number(
-                    [self._ranks[c[0], c[1]][group.array[owners[i]]] for c, group, owners in parts]
-                )
+                out[i] = self._number([self._ranks[c[0], c[1]][group.array[owners[i]]] for c, group, owners in parts])
             if not of_param:
                 for (stage, rank, _, _, cuts), _, owners in parts:
                     with_scalars.append(self._scalar_ranks(stage, rank, cuts, np.unique(owners)))

@@ -14,12 +14,13 @@ from ckpt.engine.deepspeed_layout import (
     after_writing,
     before_writing,
     inner_optimizer,
-    name_parameters,
     parameter_views,
     partitions_of,
     rebuild_low_precision,
     relink_state,
+    zero_padding,
 )
+from ckpt.engine.deepspeed_naming import Naming
 from ckpt.engine.deepspeed_objects import capture_objects, compare_objects, restore_objects
 from ckpt.engine.deepspeed_refuse import (
     refuse_mid_accumulation,
@@ -27,10 +28,9 @@ from ckpt.engine.deepspeed_refuse import (
     refuse_unsupported,
 )
 from ckpt.engine.shared_check import check_tensor
-from ckpt.engine.shared_partition import clean_name
+from ckpt.engine.shared_partition import tile_views
 from ckpt.engine.shared_state import StateLoad, state_shards
 from ckpt.errors import ConfigError
-from ckpt.layout.box import Box
 from ckpt.layout.spec import BUFFER, MASTER, PARAM, TensorSpec
 
 if TYPE_CHECKING:
@@ -74,13 +74,13 @@ class DeepSpeedAdapter:
             UnsupportedLayout: a feature, parameter, buffer or state entry that cannot be expressed; it is named.
             ConfigError: gradients are pending, of a half-done accumulation window or before its step.
         """
-        state, named, partitions = self._survey()
+        state, naming, partitions = self._survey()
         inner = inner_optimizer(self._engine.optimizer)
-        state.shards += _parameter_shards(named.values())
+        state.shards += _parameter_shards(naming.named.values())
         for partition in partitions:
             state.shards += _master_shards(partition)
             state.shards += state_shards(inner, partition)
-        state.objects = capture_objects(self._engine, partitions)
+        state.objects = capture_objects(self._engine, partitions, naming)
         return state
 
     def describe_for_load(self, saved: SavedSpecs) -> EngineState:
@@ -89,8 +89,8 @@ class DeepSpeedAdapter:
         Raises:
             UnsupportedLayout, ConfigError: as :meth:`describe`.
         """
-        state, named, partitions = self._survey()
-        state.shards += _parameter_shards(named.values())
+        state, naming, partitions = self._survey()
+        state.shards += _parameter_shards(naming.named.values())
         self._loading = StateLoad(inner_optimizer(self._engine.optimizer), saved)
         for partition in partitions:
             state.shards += _master_shards(partition)
@@ -99,9 +99,9 @@ class DeepSpeedAdapter:
 
     def compare(self, objects: Sequence[Mapping[str, Any]]) -> Mismatch:
         """Return what is stepped on one side only or in other groups, and modules whose extra state is."""
-        named, aliases = name_parameters(self._engine.module)
-        partitions = partitions_of(self._engine.optimizer, named)
-        return compare_objects(self._engine, partitions, named, aliases, objects)
+        naming = Naming.of(self._engine, self._context)
+        partitions = partitions_of(self._engine.optimizer, naming.named)
+        return compare_objects(self._engine, partitions, naming, objects)
 
     def refresh(self) -> None:
         """Hand over new optimizer state and rebuild the parameters from the masters. A collective under ZeRO-1 and 2.
@@ -111,6 +111,8 @@ class DeepSpeedAdapter:
         before_writing(self._engine.optimizer)
         if self._loading is not None:
             self._loading.attach()
+        named = Naming.of(self._engine, self._context).named
+        zero_padding(self._engine.optimizer, partitions_of(self._engine.optimizer, named), named.values())
         rebuild_low_precision(self._engine.optimizer)
 
     def finish(self, objects: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -125,24 +127,25 @@ class DeepSpeedAdapter:
         optimizer = self._engine.optimizer
         # First: whatever fails below may fail on some ranks only, and they must not leave the others in a collective.
         after_writing(optimizer)
-        named, aliases = name_parameters(self._engine.module)
-        partitions = partitions_of(optimizer, named)
+        naming = Naming.of(self._engine, self._context)
+        partitions = partitions_of(optimizer, naming.named)
         notes = loading.finish()
-        notes += restore_objects(self._engine, partitions, aliases, objects)
+        notes += restore_objects(self._engine, partitions, naming, objects)
         relink_state(optimizer, all(loading.inner.state.get(p.key) for p in partitions))
         return notes
 
-    def _survey(self) -> tuple[EngineState, dict[int, Named], list[Partition]]:
-        refuse_unsupported(self._engine)
+    def _survey(self) -> tuple[EngineState, Naming, list[Partition]]:
+        naming = Naming.of(self._engine, self._context)
+        refuse_unsupported(self._engine, naming.problems)
         refuse_mid_accumulation(self._engine)
-        named, aliases = name_parameters(self._engine.module)
+        named = naming.named
         partitions = partitions_of(self._engine.optimizer, named)
         stepped = {fqn for partition in partitions for fqn in partition.members}
         refuse_pending_gradients(self._engine, [entry.param for entry in named.values() if entry.fqn in stepped])
-        state = EngineState(aliases=aliases)
+        state = EngineState(aliases=naming.aliases, groups=naming.mesh.groups, unused=naming.tiler.unused())
         state.derived = {fqn for partition in partitions if partition.separate for fqn in partition.members}
-        state.shards += _buffer_shards(self._engine.module, aliases)
-        return state, named, partitions
+        state.shards += _buffer_shards(naming.buffers)
+        return state, naming, partitions
 
 
 def _parameter_shards(named: Iterable[Named]) -> Iterator[LiveShard]:
@@ -163,18 +166,9 @@ def _master_shards(partition: Partition) -> Iterator[LiveShard]:
                 yield LiveShard(spec, box, view)
 
 
-def _buffer_shards(module: torch.nn.Module, aliases: dict[str, str]) -> Iterator[LiveShard]:
-    """Yield the persistent buffers; those that are not persistent are rebuilt by the model's own code."""
-    listed: dict[int, str] = {}
-    for prefix, child in module.named_modules(remove_duplicate=False):
-        for name, buffer in child._buffers.items():
-            if buffer is None or name in child._non_persistent_buffers_set:
-                continue
-            fqn = clean_name(f"{prefix}.{name}" if prefix else name)
-            if id(buffer) in listed:
-                aliases[fqn] = listed[id(buffer)]
-                continue
-            listed[id(buffer)] = fqn
-            check_tensor(fqn, BUFFER, buffer)
-            shape = tuple(buffer.shape)
-            yield LiveShard(TensorSpec(fqn, BUFFER, dtype_name(buffer.dtype), shape), Box.whole(shape), buffer.detach())
+def _buffer_shards(buffers: Iterable[Named]) -> Iterator[LiveShard]:
+    for entry in buffers:
+        check_tensor(entry.fqn, BUFFER, entry.param)
+        spec = TensorSpec(entry.fqn, BUFFER, dtype_name(entry.param.dtype), entry.shape)
+        for box, view in tile_views(entry.param, entry.tiling):
+            yield LiveShard(spec, box, view)

@@ -20,8 +20,9 @@ from ckpt.engine.shared_objects import capture_scheduler, gathered, restore_sche
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from ckpt.engine.deepspeed_naming import Naming
     from ckpt.engine.shared_groups import Source
-    from ckpt.engine.shared_partition import Named, Partition
+    from ckpt.engine.shared_partition import Partition
 
 _COUNTERS = (
     "global_steps", "global_samples", "micro_steps", "skipped_steps", "_step_applied", "_unmanaged_backward_count",
@@ -38,7 +39,7 @@ _SCALER_SETTINGS = {
 }
 
 
-def capture_objects(engine: Any, partitions: list[Partition]) -> dict[str, Any]:
+def capture_objects(engine: Any, partitions: list[Partition], naming: Naming) -> dict[str, Any]:
     """Return what :func:`restore_objects` puts back: plain Python values, and group options that are tensors."""
     optimizer = engine.optimizer
     found = {
@@ -49,7 +50,7 @@ def capture_objects(engine: Any, partitions: list[Partition]) -> dict[str, Any]:
         "loss_scaler": _capture_scaler(optimizer),
         "flags": {name: _plain_flag(getattr(optimizer, name)) for name in _FLAGS if hasattr(optimizer, name)},
     }
-    modules = {name: module.get_extra_state() for name, module in stateful_modules(engine.module).items()}
+    modules = {name: module.get_extra_state() for name, module in _stateful(engine, naming).items()}
     if modules:
         found["modules"] = modules
     random_ltd = getattr(engine, "random_ltd_scheduler", None)
@@ -58,22 +59,22 @@ def capture_objects(engine: Any, partitions: list[Partition]) -> dict[str, Any]:
     return found
 
 
+def _stateful(engine: Any, naming: Naming) -> dict[str, torch.nn.Module]:
+    return {naming.module_name(name): module for name, module in stateful_modules(engine.module).items()}
+
+
 def compare_objects(
-    engine: Any,
-    partitions: list[Partition],
-    named: Mapping[int, Named],
-    aliases: Mapping[str, str],
-    saved: Sequence[Mapping[str, Any]],
+    engine: Any, partitions: list[Partition], naming: Naming, saved: Sequence[Mapping[str, Any]]
 ) -> Mismatch:
     """Return what :func:`restore_objects` could not put back of ``saved``."""
     inner = inner_optimizer(engine.optimizer)
-    here, there = stateful_modules(engine.module).keys(), gathered(saved, "modules").keys()
+    here, there = _stateful(engine, naming).keys(), gathered(saved, "modules").keys()
     missing = [f"extra state of module {name!r}" for name in sorted(here - there)]
     unexpected = [f"extra state of module {name!r}" for name in sorted(there - here)]
     conflicts: tuple[str, ...] = ()
     if inner is not None and any("optimizer" in one for one in saved):
-        match = match_groups(inner, partitions, [one.get("optimizer") for one in saved], aliases)
-        trained = {entry.fqn for entry in named.values() if entry.param.requires_grad}
+        match = match_groups(inner, partitions, [one.get("optimizer") for one in saved], naming.aliases)
+        trained = {entry.fqn for entry in naming.named.values() if entry.param.requires_grad}
         missing += [f"optimizer state of {fqn!r}" for fqn in match.added if fqn in trained]
         unexpected += [f"optimizer state of {fqn!r}" for fqn in match.removed]
         conflicts = match.conflicts
@@ -81,7 +82,7 @@ def compare_objects(
 
 
 def restore_objects(
-    engine: Any, partitions: list[Partition], aliases: Mapping[str, str], saved: Sequence[Mapping[str, Any]]
+    engine: Any, partitions: list[Partition], naming: Naming, saved: Sequence[Mapping[str, Any]]
 ) -> list[str]:
     """Put back what the saved job's ranks had (this rank's own first) and return notes about what could not be."""
     notes: list[str] = []
@@ -91,7 +92,7 @@ def restore_objects(
     sources: Sequence[Source | None] = ()
     groups = [one.get("optimizer") for one in saved]
     if inner is not None and any(groups):
-        match = match_groups(inner, partitions, groups, aliases)
+        match = match_groups(inner, partitions, groups, naming.aliases)
         sources = match.sources
         notes += restore_groups(inner, match, groups)
     notes += _restore_counters(engine, objects.get("engine", {}), objects.get("setup", {}))
@@ -102,7 +103,7 @@ def restore_objects(
         if hasattr(optimizer, name):
             setattr(optimizer, name, value)
     states = gathered(saved, "modules")
-    for name, module in stateful_modules(engine.module).items():
+    for name, module in _stateful(engine, naming).items():
         if name in states:
             module.set_extra_state(states[name])
     return notes

@@ -16,23 +16,14 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 _CLASSES = {
-    "PipelineEngine": "pipeline parallelism (each stage has names and masters of its own)",
-    "PipelineModule": "pipeline parallelism (each stage has names and masters of its own)",
+    "DualPipeVEngine": "DualPipeV (two stages on each rank, whose layers are not numbered in one row)",
+    "DualPipeVModule": "DualPipeV (two stages on each rank, whose layers are not numbered in one row)",
     "SuperOffloadOptimizer_Stage3": "SuperOffload (the optimizer state lives in another process)",
     "ZenFlowZeroOptimizer": "ZenFlow (part of the state belongs to gradients that are not applied yet)",
     "OnebitAdam": "1-bit optimizers (their error feedback differs on every rank)",
     "OnebitLamb": "1-bit optimizers (their error feedback differs on every rank)",
     "ZeroOneAdam": "1-bit optimizers (their error feedback differs on every rank)",
 }
-
-_WORLD_SIZES = (
-    "get_model_parallel_world_size",
-    "get_tensor_model_parallel_world_size",
-    "get_pipe_parallel_world_size",
-    "get_pipeline_model_parallel_world_size",
-    "get_sequence_parallel_world_size",
-)
-"""Methods of a user's ``mpu`` object: each kind of parallelism but data parallelism cuts tensors in its own way."""
 
 
 def ask(engine: Any, name: str, default: Any = None) -> Any:
@@ -41,8 +32,12 @@ def ask(engine: Any, name: str, default: Any = None) -> Any:
     return value() if callable(value) else value
 
 
-def refuse_unsupported(engine: Any) -> None:
+def refuse_unsupported(engine: Any, others: Iterable[str] = ()) -> None:
     """Check the engine as a whole.
+
+    Args:
+        engine: a ``DeepSpeedEngine``.
+        others: what was found besides: tensors that cannot be named or placed, one line each.
 
     Raises:
         UnsupportedLayout: a feature whose state this adapter cannot express; ``problems`` lists all of them.
@@ -53,16 +48,7 @@ def refuse_unsupported(engine: Any) -> None:
         for name in sorted(class_names(part) & _CLASSES.keys())
     ]
     problems += [text for refused, text in _features(engine) if refused]
-    problems += [
-        f"mpu.{name}() is {size}: only data parallelism is supported"
-        for name in _WORLD_SIZES
-        if (size := ask(engine.mpu, name, 1)) > 1
-    ]
-    problems += [
-        f"parameter {name!r}: an expert of a mixture of experts, whose name repeats on every expert-parallel rank"
-        for name, p in engine.module.named_parameters()
-        if getattr(p, "allreduce", True) is False
-    ]
+    problems += others
     if problems:
         raise UnsupportedLayout(f"{type(engine).__name__} cannot be saved or loaded", tuple(problems))
 
@@ -72,9 +58,10 @@ def _features(engine: Any) -> list[tuple[bool, str]]:
     offload = ask(engine, "zero_offload_param")
     device = getattr(getattr(offload, "device", None), "value", getattr(offload, "device", None))
     return [
-        (bool(getattr(engine, "has_moe_layers", False)), "mixture-of-experts layers"),
-        (ask(engine, "autotp_size", 0) > 1, "AutoTP (tensor parallelism)"),
-        (ask(engine, "sequence_parallel_size", 1) > 1, "sequence parallelism"),
+        (
+            any("AutoEPMoELayer" in class_names(module) for module in engine.module.modules()),
+            "AutoEP (experts that DeepSpeed has put in place of the model's own)",
+        ),
         (bool(getattr(optimizer, "swap_optimizer", False)), "optimizer state on NVMe"),
         (device == "nvme", "parameters on NVMe"),
         (ask(engine, "zero_hpz_partition_size", 1) > 1, "hpZ (zero_hpz_partition_size > 1)"),

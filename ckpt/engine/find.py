@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from ckpt.engine.base import Context, EngineAdapter
+from ckpt.engine.megatron import MegatronAdapter, is_megatron
 from ckpt.engine.parallel import Parallel
+from ckpt.engine.torch_engine import TorchAdapter
+from ckpt.engine.torch_parts import is_torch
 from ckpt.errors import ConfigError
 
 
@@ -23,7 +26,12 @@ def adapter_for(engine: object) -> EngineAdapter:
         from ckpt.engine.deepspeed import DeepSpeedAdapter
 
         return DeepSpeedAdapter(engine, context)
+    if is_megatron(engine):  # before torch's: it is a tuple too
+        return MegatronAdapter(engine, context)
+    if is_torch(engine):
+        return TorchAdapter(engine, context)
     raise ConfigError(
         f"no adapter for an engine of type {type(engine).__module__}.{type(engine).__qualname__}: expected a "
-        f"deepspeed.DeepSpeedEngine, or an object with the methods of ckpt.engine.base.EngineAdapter"
+        f"deepspeed.DeepSpeedEngine, a tuple like (model, optimizer), or an object with the methods of "
+        f"ckpt.engine.base.EngineAdapter"
     )

@@ -47,5 +47,7 @@ def check_tensor(fqn: str, role: str, tensor: Tensor) -> None:
         trouble = f"has dtype {name}"
     elif "DTensor" in class_names(tensor):
         trouble = "is a DTensor inside of another tensor"
+    elif any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+        trouble = "has elements that share one place in memory (expand)"
     if trouble:
         raise UnsupportedLayout(f"tensor {fqn!r} ({role}) {trouble}: expected a dense tensor of {', '.join(ITEMSIZE)}")

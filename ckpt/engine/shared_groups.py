@@ -21,6 +21,10 @@ if TYPE_CHECKING:
 _KERNEL_CHOICES = frozenset({"foreach", "fused", "capturable", "differentiable"})
 """Group options that say how a step is computed, not what it computes: they belong to the machine at hand."""
 
+_LABELS = frozenset({"name", "moe"})
+"""Group options that only tell groups apart: DeepSpeed finds the process group of experts by them, so they say how this
+job is laid out."""
+
 _SHOWN = 6
 """names in a message"""
 
@@ -105,7 +109,7 @@ def match_groups(
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, str]:
-    return {k: repr(v) for k, v in sorted(group["options"].items()) if k not in _KERNEL_CHOICES}
+    return {k: repr(v) for k, v in sorted(group["options"].items()) if k not in _KERNEL_CHOICES | _LABELS}
 
 
 def _difference(
@@ -138,19 +142,20 @@ def restore_groups(inner: Any, match: Match, saved: Sequence[Mapping[str, Any] |
         if source is None or one is None:
             notes.append(f"{where}: the checkpoint has no such group: its hyperparameters are as configured here")
             continue
-        same = one["class"] == class_name(inner)
+        before = one["groups"][source[1]]
+        was = before.get("class", one["class"])  # of its own where a rank has several optimizers
+        same = was == class_name(inner)
         if not same:
-            notes.append(f"optimizer is {class_name(inner)}, was {one['class']}: options that both know were carried")
+            notes.append(f"optimizer is {class_name(inner)}, was {was}: options that both know were carried")
         if not match.exact[index]:
             notes.append(f"{where} has other members than when it was saved: it has taken over the hyperparameters")
-        before = one["groups"][source[1]]
         if before.get("left_out"):  # by the first version of this library
             notes.append(f"{where}: options {before['left_out']} are not plain data and were not saved")
         for name, value in before["options"].items():
             if name in _KERNEL_CHOICES:
                 if name in group and (now := group[name]) != value:
                     notes.append(f"{where}: {name} is {now} as configured here, was {value}")
-            elif same or name in group:
+            elif name not in _LABELS and (same or name in group):
                 group[name] = _in_kind_of(group.get(name), value)
     return sorted(set(notes), key=notes.index)
 

@@ -95,9 +95,7 @@ class Partition:
     def padding(self, tensor: torch.Tensor, piece: Piece) -> Iterator[torch.Tensor]:
         """Yield the memory in ``tensor`` that belongs to ``piece`` and is nobody's state (a padded vocabulary)."""
         if self.flat:
-            flat = local_tensor(tensor).narrow(0, piece.offset, piece.numel)
-            for part in piece.tiling.padding_of_range(piece.start, piece.start + piece.numel):
-                yield _part_of(flat, part)
+            yield from flat_padding(tensor, piece.offset, piece.tiling, piece.start, piece.numel)
         else:
             yield from padding_views(tensor, piece.tiling)
 
@@ -112,6 +110,13 @@ def flat_views(
     memory = local_tensor(flat).narrow(0, offset, numel)
     for box, part in tiling.of_range(start, start + numel):
         yield box, _part_of(memory, part)
+
+
+def flat_padding(flat: torch.Tensor, offset: int, tiling: Tiling, start: int, numel: int) -> Iterator[torch.Tensor]:
+    """Yield the padding among elements ``[start, start + numel)`` of a local tensor, found at ``flat[offset]``."""
+    memory = local_tensor(flat).narrow(0, offset, numel)
+    for part in tiling.padding_of_range(start, start + numel):
+        yield _part_of(memory, part)
 
 
 def tile_views(tensor: torch.Tensor, tiling: Tiling) -> Iterator[tuple[Box, torch.Tensor]]:

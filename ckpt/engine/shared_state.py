@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ckpt.engine.base import LiveShard, SavedSpecs, dtype_name, torch_dtype
-from ckpt.engine.shared_check import check_tensor, class_names
+from ckpt.engine.shared_check import check_tensor, class_names, local_tensor
 from ckpt.engine.shared_partition import Partition
 from ckpt.errors import LayoutError, UnsupportedLayout
 from ckpt.layout.box import Box
@@ -59,7 +59,7 @@ def kinds_of(state: dict[Any, Any], partition: Partition) -> Kinds:
             continue
         if isinstance(value, torch.Tensor):
             check_tensor(partition.members[0], key, value)
-            if value.shape == partition.key.shape:
+            if lies_like(value, partition.key):
                 kinds[key] = ELEMENTWISE
                 continue
             if value.numel() == 1:
@@ -71,6 +71,13 @@ def kinds_of(state: dict[Any, Any], partition: Partition) -> Kinds:
         found = f"tensor of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
         raise UnsupportedLayout(f"{where} is a {found}: expected shape {list(partition.key.shape)} or a scalar")
     return kinds
+
+
+def lies_like(value: torch.Tensor, key: torch.Tensor) -> bool:
+    """Is every element of a state tensor where the optimizer's key has the element that it belongs to?"""
+    same = value.shape == key.shape and local_tensor(value).shape == local_tensor(key).shape
+    cut = (getattr(value, "placements", None), getattr(key, "placements", None))  # of a DTensor
+    return same and (cut[0] == cut[1] or None in cut)
 
 
 def kinds_of_fresh(inner: Any, partition: Partition) -> Kinds | None:
@@ -128,7 +135,7 @@ def state_shards(inner: Any, partition: Partition) -> Iterator[LiveShard]:
 
 def _scalar_tensor(value: Any) -> torch.Tensor:
     if isinstance(value, torch.Tensor):
-        return value.detach().reshape(())
+        return local_tensor(value).reshape(())
     return torch.tensor(value, dtype=_SCALAR_DTYPES[type(value)])
 
 

@@ -28,10 +28,10 @@ class Tiler:
     def tiling(self, fqn: str, local: tuple[int, ...], tensor: Any) -> Tiling:
         """Return which part of the global tensor ``fqn`` a local tensor of this shape is.
 
-        The user's rules count first, then Megatron's attributes on the parameter (``tensor_model_parallel``,
-        ``partition_dim``, ``partition_stride``). A tensor that neither of them names is held whole by every rank; but
-        if the user has given rules, one that no rule explains is an error, because a rule with a typing error would
-        turn a slice into a whole tensor.
+        The user's rules count first, then Megatron's attributes on the parameter (``tensor_model_parallel`` or the
+        older ``model_parallel``, ``partition_dim``, ``partition_stride``). A tensor that neither of them names is held
+        whole by every rank; but if the user has given rules, one that no rule explains is an error, because a rule
+        with a typing error would turn a slice into a whole tensor.
         """
         self.seen.add(fqn)
         rule = self.context.rules.rule_for(fqn) or self._by_attributes(fqn, tensor)
@@ -46,9 +46,10 @@ class Tiler:
             return Tiling.whole(local)
 
     def _by_attributes(self, fqn: str, tensor: Any) -> TensorRule | None:
-        if self.degree == 1 or not hasattr(tensor, "tensor_model_parallel"):
+        marked = getattr(tensor, "tensor_model_parallel", getattr(tensor, "model_parallel", None))
+        if self.degree == 1 or marked is None:
             return None
-        if not tensor.tensor_model_parallel:
+        if not marked:
             return TensorRule(match=fqn)
         dim, stride = getattr(tensor, "partition_dim", -1), getattr(tensor, "partition_stride", 1)
         if dim is None or dim < 0:

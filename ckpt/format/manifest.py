@@ -20,6 +20,7 @@ import msgspec
 from ckpt.errors import CkptError, DigestMismatch, MalformedData, UnsupportedFeature, UnsupportedVersion
 from ckpt.format.codec import compress, decompress
 from ckpt.format.digest import check_form, digest
+from ckpt.format.holders import HolderTable
 from ckpt.layout.box import Box
 from ckpt.layout.spec import ITEMSIZE, TensorSpec
 
@@ -172,6 +173,8 @@ class IndexRoot(msgspec.Struct, frozen=True, kw_only=True):
     aliases: dict[str, str]
     parts: tuple[FileRef, ...]
     divergences: tuple[Divergence, ...] = ()
+    holders: HolderTable | None = None
+    """who held what; None if it was not recorded. Only analyses read it, and check it then: ``repo/holders.py``."""
 
 
 class CommitBody(msgspec.Struct, frozen=True, kw_only=True):

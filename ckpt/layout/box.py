@@ -96,12 +96,11 @@ class Box:
         dim = next(d for d in range(self.ndim) if self.sizes[d] > 1)
         row = self.volume // self.sizes[dim]
         rows = max(1, max_volume // row)
-        for start in range(0, self.sizes[dim], rows):
-            count = min(rows, self.sizes[dim] - start)
-            piece = Box(
-                (*self.offsets[:dim], self.offsets[dim] + start, *self.offsets[dim + 1 :]),
-                (*self.sizes[:dim], count, *self.sizes[dim + 1 :]),
-            )
+        first, end = self.offsets[dim], self.ends[dim]
+        before, after = self.offsets[:dim], self.offsets[dim + 1 :]
+        ones, inner = self.sizes[:dim], self.sizes[dim + 1 :]
+        for start in range(first, end, rows):
+            piece = Box((*before, start, *after), (*ones, min(rows, end - start), *inner))
             if rows * row <= max_volume:
                 yield piece
             else:  # one row is too large

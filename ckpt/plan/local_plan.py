@@ -116,21 +116,15 @@ class Group:
 @dataclass(frozen=True, slots=True)
 class GroupPlan:
     """``owners[i]`` writes ``chunks[i]``. ``proofs``: number of a param chunk -> box of the master chunk in which it
-    lies, which its owner holds too, and whose cast it should equal.
+    lies, which its owner holds too, and whose cast it should equal. ``loads``: bytes that each rank writes, in the
+    order of ``ranks``, if every proof succeeds and nothing is unchanged.
     """
 
     ranks: Holders
     chunks: tuple[Chunk, ...]
     owners: tuple[int, ...]
     proofs: dict[int, Box]
-
-    def loads(self) -> dict[int, int]:
-        """Return rank -> bytes that it writes if every proof succeeds and nothing is unchanged."""
-        totals: dict[int, int] = {}
-        for i, (chunk, owner) in enumerate(zip(self.chunks, self.owners, strict=True)):
-            if i not in self.proofs:
-                totals[owner] = totals.get(owner, 0) + chunk.nbytes
-        return totals
+    loads: tuple[int, ...]
 
 
 def plan_of_rank(view: RankView, exchange: Exchange, chunk_bytes: int = CHUNK_BYTES) -> tuple[GroupPlan, ...]:
@@ -150,7 +144,7 @@ def plan_of_rank(view: RankView, exchange: Exchange, chunk_bytes: int = CHUNK_BY
             level, before = len(group.ranks), owned
         loads = exchange(group.ranks, before) if level > 1 else (0,)
         plans.append(plan_group(group, loads, sizes, chunk_bytes))
-        owned += plans[-1].loads().get(view.rank, 0)
+        owned += plans[-1].loads[group.ranks.index(view.rank)]
     return tuple(plans)
 
 
@@ -185,7 +179,8 @@ def _over_masters(params: Sequence[Cell], masters: Sequence[Cell]) -> Iterator[t
     """Yield ``(ranks, boxes, master cell)``: what these ranks hold of a param over each cell of its master."""
     theirs, ours = [cell.box for cell in masters], [cell.box for cell in params]
     if theirs == ours:  # param and master cut alike, as in FSDP and ZeRO-3
-        yield from ((param.ranks, (param.box,), master) for param, master in zip(params, masters, strict=True))
+        pairs = zip(params, masters, strict=True)
+        yield from ((param.ranks, (param.box,), master) for param, master in pairs if param.box.volume)
         return
     found: dict[tuple[int, Holders], list[tuple[int, Box]]] = {}
     for m, p, common in overlaps(theirs, ours):
@@ -209,7 +204,7 @@ def plan_group(group: Group, loads: Sequence[int], sizes: Mapping[Holders, int],
         for cell in group.cells
         for piece in cell.box.cut(max(1, limit // cell.spec.itemsize))
     ]
-    owners = _elect(chunks, group.ranks, loads)
+    owners, own = _elect(chunks, group, loads)
     proofs: dict[int, Box] = {}
     turns: dict[Holders, Iterator[int]] = {}
     for one in group.provable:
@@ -220,7 +215,7 @@ def plan_group(group: Group, loads: Sequence[int], sizes: Mapping[Holders, int],
             proofs[len(chunks)] = master
             chunks.append(Chunk(one.spec, box, group.ranks))
             owners.append(next(turn))
-    return GroupPlan(group.ranks, tuple(chunks), tuple(owners), proofs)
+    return GroupPlan(group.ranks, tuple(chunks), tuple(owners), proofs, own)
 
 
 def _cut_limit(ranks: Holders, sizes: Mapping[Holders, int], chunk_bytes: int) -> int:
@@ -230,19 +225,22 @@ def _cut_limit(ranks: Holders, sizes: Mapping[Holders, int], chunk_bytes: int) -
     return max(min(MIN_PIECE, chunk_bytes), min(chunk_bytes, sizes[ranks] // (len(ranks) * SHARE)))
 
 
-def _elect(chunks: list[Chunk], ranks: Holders, loads: Sequence[int]) -> list[int]:
-    """Elect owners, largest first to the least loaded (LPT; Graham 1969: at most 4/3 of the optimum)."""
-    owners = [ranks[0]] * len(chunks)
-    if len(ranks) == 1:
-        return owners
-    heap = list(zip(loads, ranks, strict=True))
+def _elect(chunks: list[Chunk], group: Group, loads: Sequence[int]) -> tuple[list[int], tuple[int, ...]]:
+    """Elect owners, largest first to the least loaded (LPT; Graham 1969: at most 4/3 of the optimum). Return them and
+    the bytes that each rank of the group gets.
+    """
+    owners = [group.ranks[0]] * len(chunks)
+    if len(group.ranks) == 1:
+        return owners, (group.nbytes,)
+    heap = list(zip(loads, group.ranks, strict=True))
     heapq.heapify(heap)
     nbytes = [chunk.nbytes for chunk in chunks]
     for i in sorted(range(len(chunks)), key=lambda j: -nbytes[j]):  # a stable sort: equal ones in order
         load, owner = heap[0]
         owners[i] = owner
         heapq.heapreplace(heap, (load + nbytes[i], owner))
-    return owners
+    after = {rank: load for load, rank in heap}
+    return owners, tuple(after[rank] - before for rank, before in zip(group.ranks, loads, strict=True))
 
 
 def _pieces(one: _Provable, most: int) -> Iterator[tuple[Box, Box]]:

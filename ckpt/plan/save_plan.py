@@ -73,7 +73,7 @@ def build_save_plan(graph: ShardGraph, chunk_bytes: int = CHUNK_BYTES) -> SavePl
     for _, level in by_size:
         planned = [plan_group(one, [loads[r] for r in one.ranks], sizes, chunk_bytes) for one in level]
         for plan in planned:
-            for rank, nbytes in plan.loads().items():
+            for rank, nbytes in zip(plan.ranks, plan.loads, strict=True):
                 loads[rank] += nbytes
         plans += planned
     return _union(graph, plans)
@@ -83,7 +83,7 @@ def _union(graph: ShardGraph, plans: Sequence[GroupPlan]) -> SavePlan:
     chunks: list[Chunk] = []
     owners: list[int] = []
     proved: list[tuple[int, Box]] = []
-    numbers: list[range] = []
+    numbers: list[Numbers] = []
     alone = [range(0)] * graph.world
     groups: list[list[int]] = [[] for _ in range(graph.world)]
     proving: list[list[int]] = [[] for _ in range(graph.world)]
@@ -91,25 +91,25 @@ def _union(graph: ShardGraph, plans: Sequence[GroupPlan]) -> SavePlan:
         first = len(chunks)
         chunks += plan.chunks
         owners += plan.owners
-        numbers.append(range(first, len(chunks)))
+        numbers.append(np.arange(first, len(chunks), dtype=np.int64))
         proved += [(first + i, master) for i, master in plan.proofs.items()]
         if len(plan.ranks) == 1:
-            alone[plan.ranks[0]] = numbers[g]
+            alone[plan.ranks[0]] = range(first, len(chunks))
             continue
         for rank in plan.ranks:
             groups[rank].append(g)
         for i in plan.proofs:
             proving[plan.owners[i]].append(first + i)
-    masters = {(c.spec.fqn, c.box): i for i, c in enumerate(chunks) if c.spec.role == MASTER} if proved else {}
+    masters = {(c.spec.fqn, c.box.offsets): i for i, c in enumerate(chunks) if c.spec.role == MASTER} if proved else {}
     shared: dict[tuple[int, ...], Numbers] = {}  # ranks of the same groups, as in data parallelism, have one array
     for own in map(tuple, groups):
         if own not in shared:
-            shared[own] = np.concatenate([np.array(numbers[g], np.int64) for g in own] or [np.empty(0, np.int64)])
+            shared[own] = np.concatenate([np.empty(0, np.int64), *(numbers[g] for g in own)])
     return SavePlan(
         graph.world,
         tuple(chunks),
         tuple(owners),
-        {i: masters[chunks[i].spec.fqn, box] for i, box in proved},
+        {i: masters[chunks[i].spec.fqn, box.offsets] for i, box in proved},
         {spec: i for i, spec in enumerate(graph.specs)},
         tuple(alone),
         tuple(shared[tuple(own)] for own in groups),

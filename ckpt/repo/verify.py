@@ -10,8 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ckpt.errors import CkptError, NoSuchCheckpoint, StoreError, is_damage
+from ckpt.errors import CkptError, MalformedData, NoSuchCheckpoint, StoreError, is_damage
 from ckpt.format.digest import digest
+from ckpt.format.holders import check_holders
 from ckpt.format.manifest import DERIVED, BlobEntry, ChunkEntry, IndexPart, PackRef
 from ckpt.format.pack import MAX_HEADER, parse_header
 from ckpt.layout.box import Box, first_overlap
@@ -127,7 +128,8 @@ def _check_step(
     progress: Callable[[int], None],
 ) -> None:
     result.tensors += len(index.specs)
-    result.findings += [Finding(DAMAGE, index.commit.index.key, text, step) for text in _coverage(index)]
+    problems = [*_coverage(index), *_holders(index)]
+    result.findings += [Finding(DAMAGE, index.commit.index.key, text, step) for text in problems]
     present: dict[str, str | None] = {}
     for part in index.parts:
         for pack in part.packs:
@@ -196,6 +198,15 @@ def _check_bytes(
     if checked[place] != entry.digest:
         return f"in pack {key} at {entry.start}: expected {entry.digest}, found {checked[place]}"
     return None
+
+
+def _holders(index: Index) -> list[str]:
+    if index.root.holders is not None:
+        try:
+            check_holders(index.root.holders, index.specs, index.root.world, index.commit.index.key)
+        except MalformedData as error:
+            return [str(error)]
+    return []
 
 
 def _coverage(index: Index) -> list[str]:

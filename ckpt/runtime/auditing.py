@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -27,6 +26,8 @@ from ckpt.runtime.differing import is_constant
 from ckpt.runtime.pipeline import Digests, Exchanged, digest_chunks
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from ckpt.plan.save_plan import SavePlan
     from ckpt.runtime.agree import JobPlan
     from ckpt.runtime.comm import Comm

@@ -69,7 +69,7 @@ def through_json(objects: dict[str, Any]) -> dict[str, Any]:
 def load(adapter: DeepSpeedAdapter, saved: Any, read: Any, objects: dict[str, Any]) -> list[str]:
     """Run the protocol; ``read(spec, box)`` returns the values of a box."""
     state = adapter.describe_for_load(saved)
-    found = adapter.compare(objects)
+    found = adapter.compare([objects])
     if found.conflicts:
         raise LayoutError("optimizer groups differ", found.conflicts)
     assert not found.missing, found
@@ -81,7 +81,7 @@ def load(adapter: DeepSpeedAdapter, saved: Any, read: Any, objects: dict[str, An
     adapter.refresh()
     for shard in late:
         shard.tensor.copy_(read(shard.spec, shard.box))
-    return adapter.finish(objects)
+    return adapter.finish([objects])
 
 
 def gathered(engine: Any) -> dict[str, torch.Tensor]:

@@ -114,11 +114,13 @@ class Pool:
         expect_killed: Iterable[int] = (),
         env: Mapping[str, str] | None = None,
         ops: tuple[str, ...] = (),
+        preload: tuple[str, ...] = (),
     ) -> Outcomes:
         """See :func:`ranks`."""
         jit_ops.build(*ops)
         folder = Path(tempfile.mkdtemp(prefix="ckpt-ranks-"))
         request = {"world": world, "target": target, "kwargs": kwargs, "timeout": timeout, "ops": ops, "env": env or {}}
+        request |= {"preload": preload}
         try:
             assert self._server.stdin is not None
             self._server.stdin.write(json.dumps({**request, "folder": str(folder)}) + "\n")
@@ -185,6 +187,7 @@ def ranks(
     expect_killed: Iterable[int] = (),
     env: Mapping[str, str] | None = None,
     ops: tuple[str, ...] = (),
+    preload: tuple[str, ...] = (),
     **kwargs: Any,
 ) -> Outcomes:
     """Run ``target`` (``"package.module:function"``) on ``world`` ranks and return how each of them ended.
@@ -195,6 +198,7 @@ def ranks(
         env: variables to set in the ranks (after torch was imported).
         ops: DeepSpeed operators to compile and load first, see :data:`tests.harness.jit_ops.OPS`. The build does not
             count against ``timeout``.
+        preload: modules to import in the server before it forks, for imports that take seconds and few cases need.
 
     Raises:
         RanksTimedOut: with the stacks of all threads of the ranks that were late.
@@ -204,4 +208,5 @@ def ranks(
     if _pool is None or not _pool.alive:
         _pool = Pool()
         atexit.register(_pool.close)
-    return _pool.run(world, target, kwargs, timeout=timeout, expect_killed=expect_killed, env=env, ops=ops)
+    options = {"expect_killed": expect_killed, "env": env, "ops": ops, "preload": preload}
+    return _pool.run(world, target, kwargs, timeout=timeout, **options)

@@ -249,6 +249,7 @@ def thread_communicators(clock: Callable[[], float] = time.monotonic) -> Iterato
         stack.enter_context(mock.patch("ckpt.saving.communicator", _current))
         stack.enter_context(mock.patch("ckpt.loading.communicator", _current))
         stack.enter_context(mock.patch("ckpt.auditing.communicator", _current))
+        stack.enter_context(mock.patch("ckpt.analyzing.communicator", _current))
         # Waiting ranks look more often than in a real job: hundreds of jobs run in a second here.
         quick = SimpleNamespace(monotonic=clock, sleep=lambda seconds: time.sleep(min(seconds, 0.001)))
         stack.enter_context(mock.patch("ckpt.runtime.comm.time", quick))

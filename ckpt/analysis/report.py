@@ -1,0 +1,164 @@
+"""The report of an analysis: what is held and how often, what survives, what must be written. Pure.
+
+Plain data whose JSON follows from the holdings alone, byte for byte: neither the order of rows nor the numbering of
+sets, which a live job and a description of it choose differently, can be seen in it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from ckpt.analysis.blocks import Block, SetTable, blocks_of
+from ckpt.analysis.classes import CellClass, cell_classes
+from ckpt.analysis.heat import HeatMap, heat_map
+from ckpt.analysis.kills import KillTable, kill_table
+from ckpt.analysis.losing import Loss, lose
+from ckpt.analysis.survival import SurvivalRow, rounded, survival_table
+from ckpt.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from ckpt.analysis.domains import Domains
+    from ckpt.analysis.holdings import Holdings
+
+VERSION = 1
+"""Of the JSON form: a field that changes its meaning or goes away is a new version."""
+
+
+class RoleBytes(msgspec.Struct, frozen=True, kw_only=True):
+    """One role, or all of them.
+
+    ``bytes_held``: over all ranks. ``bytes_unique``: one copy of everything that cannot be derived.
+    ``bytes_derivable``: one copy of what can: params that are cast(master). ``redundant_share``: of the bytes held, the
+    share that is in neither of the former; 0 if nothing is held.
+    """
+
+    role: str
+    bytes_held: int
+    bytes_unique: int
+    bytes_derivable: int
+    redundant_share: float
+
+
+class MustWrite(msgspec.Struct, frozen=True, kw_only=True):
+    """What the loss of ``losses`` domains at once could destroy, and must be written therefore.
+
+    A row counts if its tolerance is below ``losses``: ``k`` losses are survived by what is held in more than ``k``
+    domains. All roles of a recoverable combination are written, because they must be of one step.
+    """
+
+    losses: int
+    bytes: int
+    parameters: int
+    share: float
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """What :func:`analyze` found.
+
+    ``tensors``, ``parameters``, ``elements`` (buffers too): of the model. ``k``: the losses that verdicts speak of.
+    """
+
+    version: int = VERSION
+    world: int
+    domain_kind: str
+    domain_count: int
+    k: int
+    tensors: int
+    parameters: int
+    elements: int
+    aliases: dict[str, str]
+    total: RoleBytes
+    roles: tuple[RoleBytes, ...]
+    classes: tuple[CellClass, ...]
+    must_write: tuple[MustWrite, ...]
+    survival: tuple[SurvivalRow, ...]
+    heat: HeatMap
+    loss: Loss | None = None
+
+    def to_json(self) -> bytes:
+        """Return the report as JSON: keys sorted, the same bytes for the same holdings."""
+        return msgspec.json.encode(self, order="sorted")
+
+
+def analyze(holdings: Holdings, domains: Domains, *, lost: str | Iterable[int] | None = None, k: int = 1) -> Report:
+    """Return the report of a job.
+
+    Args:
+        holdings: who holds what.
+        domains: which ranks fail together.
+        lost: a named loss to look at, as for :func:`ckpt.analysis.losing.lose`.
+        k: how many domains may be lost at once before something has to be read back; verdicts are for this number.
+
+    Raises:
+        ConfigError: the domains are not this job's, ``lost`` names what is not there, or ``k`` is not positive.
+    """
+    domains.check(holdings.world)
+    if k < 1:
+        raise ConfigError(f"k: expected the number of losses to survive, at least 1, found {k}")
+    loss = None if lost is None else lose(holdings, domains, lost)
+    sets = SetTable(holdings.sets)
+    blocks = blocks_of(holdings)
+    table = kill_table(blocks, sets, domains)
+    roles = _roles(blocks, sets)
+    return Report(
+        world=holdings.world,
+        domain_kind=domains.kind,
+        domain_count=len(domains.names),
+        k=k,
+        tensors=len({tensor.fqn for tensor in holdings.tensors}),
+        parameters=int(table.weight[:, 1].sum()),
+        elements=sum(int(block.volume.sum()) for block in blocks if not block.is_scalar),
+        aliases=dict(holdings.aliases),
+        total=_role_bytes("total", *(sum(r[i] for r in roles.values()) for i in range(3))),
+        roles=tuple(_role_bytes(role, *found) for role, found in sorted(roles.items())),
+        classes=cell_classes(holdings, blocks, sets, table, domains, k),
+        must_write=_must_write(table, k),
+        survival=survival_table(table),
+        heat=heat_map(holdings, blocks, sets, table, domains.of_rank),
+        loss=loss,
+    )
+
+
+def _roles(blocks: Sequence[Block], sets: SetTable) -> dict[str, list[int]]:
+    """Return role -> [bytes held, unique, derivable]."""
+    found: dict[str, list[int]] = {}
+    for block in blocks:
+        for c, column in enumerate(block.columns):
+            if column.scalar:
+                continue
+            one = block.elements * column.itemsize
+            total = found.setdefault(column.role, [0, 0, 0])
+            total[0] += int((one * sets.size[block.holders[:, c]]).sum())
+            total[2 if block.is_derivable(c) else 1] += int(one.sum())
+    return found
+
+
+def _role_bytes(role: str, held: int, unique: int, derivable: int) -> RoleBytes:
+    return RoleBytes(
+        role=role,
+        bytes_held=held,
+        bytes_unique=unique,
+        bytes_derivable=derivable,
+        redundant_share=rounded((held - unique - derivable) / held) if held else 0.0,
+    )
+
+
+def _must_write(table: KillTable, k: int) -> tuple[MustWrite, ...]:
+    """For 1 to 8 losses, or to ``k`` if that is more, as far as there are domains."""
+    total = int(table.weight[:, 0].sum())
+    rows: list[MustWrite] = []
+    for losses in range(1, min(max(k, 8), table.domains) + 1):
+        nbytes, parameters = (int(one) for one in table.weight[table.tolerance < losses].sum(axis=0))
+        rows.append(
+            MustWrite(
+                losses=losses,
+                bytes=nbytes,
+                parameters=parameters,
+                share=rounded(nbytes / total) if total else 0.0,
+            )
+        )
+    return tuple(rows)

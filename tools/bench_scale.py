@@ -1,0 +1,193 @@
+"""What planning a save costs as the job grows: Llama-3 405B, tp 8 x pp 16 x dp 128, and DCP's planner beside it.
+
+``tools/setup && .venv/bin/python tools/bench_scale.py``. No process group, no weights: layouts are computed.
+
+1. One rank's own planning (``ckpt/plan/local_plan.py``), for a rank of the first, a middle and the last stage, from its
+   own cells. What other ranks would tell it (loads, sizes of groups) is given: the exchange is not in the time.
+2. The whole job planned by one rank, as live jobs do it today: 1,024 ranks of Llama-3 8B.
+3. ``torch.distributed.checkpoint``: ``DefaultSavePlanner`` on DTensors of the same tensors, one pipeline stage of the
+   405B job. DTensors know no flat partitions: what ZeRO cuts flat is cut by rows here, as FSDP2 does. Each rank makes a
+   local plan; all of them are gathered by one rank, which makes the global plan. Nothing is extrapolated: the rows say
+   how many ranks were run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from statistics import median
+from typing import TYPE_CHECKING
+
+from llama_layout import LLAMA_8B, LLAMA_405B, Job
+from measure import machine
+from rich.console import Console
+from rich.table import Table
+
+from ckpt.layout.graph import ShardGraph
+from ckpt.plan.local_plan import plan_of_rank
+from ckpt.plan.save_plan import build_save_plan
+from ckpt.plan.wire import decode_layouts, encode_layout
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+GB = 1e9
+ROLES = {"master": "float32", "exp_avg": "float32", "exp_avg_sq": "float32"}
+
+
+def milliseconds(work: Callable[[], object], runs: int) -> tuple[float, float, float]:
+    """Return (median, min, max) milliseconds of ``work`` after one run that is not counted."""
+    work()
+    found = []
+    for _ in range(runs):
+        start = time.perf_counter()
+        work()
+        found.append(1e3 * (time.perf_counter() - start))
+    return median(found), min(found), max(found)
+
+
+def seconds(work: Callable[[], object]) -> tuple[float, object]:
+    """Return the seconds that ``work`` takes, and its result."""
+    start = time.perf_counter()
+    result = work()
+    return time.perf_counter() - start, result
+
+
+def own_planning(runs: int) -> Table:
+    """Time one rank's own planning in the large job."""
+    table = _table(
+        f"One rank's own planning, Llama-3 405B on 16,384 ranks (median of {runs}, min–max)",
+        ("layout", "rank of", "holds, GB", "cells known", "groups", "chunks held", "writes, GB", "ms"),
+    )
+    for zero in (1, 3):
+        job = Job(LLAMA_405B, tp=8, pp=16, dp=128, zero=zero)
+        for where, rank in (("first stage", 0), ("middle stage", job.rank(7, 64, 3)), ("last stage", job.world - 1)):
+            view = job.view(rank)
+
+            def told(ranks: tuple[int, ...], mine: int) -> Sequence[int]:
+                return [mine] * len(ranks)  # the slices of a group's members are equal, up to the last one's padding
+
+            plans = plan_of_rank(view, told)
+            mid, low, high = milliseconds(lambda view=view: plan_of_rank(view, told), runs)
+            table.add_row(
+                f"ZeRO-{zero}",
+                where,
+                f"{job.layout(rank).nbytes / GB:.2f}",
+                f"{sum(map(len, view.cells.values())):,}",
+                f"{len(plans)}",
+                f"{sum(len(plan.chunks) for plan in plans):,}",
+                f"{sum(plan.loads[plan.ranks.index(rank)] for plan in plans) / GB:.3f}",
+                f"{mid:.1f} ({low:.1f}–{high:.1f})",
+            )
+    return table
+
+
+def whole_job() -> Table:
+    """Time what every rank of a live job does today when a layout is new."""
+    table = _table(
+        "The whole job planned by each rank, as live jobs do today: Llama-3 8B, tp 8 x pp 4 x dp 32 (one run)",
+        ("layout", "ranks", "received, MB", "decode, s", "graph, s", "plan, s", "chunks", "largest writer / mean"),
+    )
+    for zero in (1, 3):
+        job = Job(LLAMA_8B, tp=8, pp=4, dp=32, zero=zero)
+        encoded = [encode_layout(job.layout(rank)) for rank in range(job.world)]
+        start = time.perf_counter()
+        layouts = decode_layouts(encoded)
+        decoded = time.perf_counter()
+        graph = ShardGraph.build(layouts)
+        graph.check()
+        built = time.perf_counter()
+        plan = build_save_plan(graph)
+        planned = time.perf_counter()
+        loads = plan.loads()
+        table.add_row(
+            f"ZeRO-{zero}",
+            f"{job.world:,}",
+            f"{sum(map(len, encoded)) / 1e6:.1f}",
+            f"{decoded - start:.2f}",
+            f"{built - decoded:.2f}",
+            f"{planned - built:.2f}",
+            f"{len(plan.chunks):,}",
+            f"{max(loads) * job.world / sum(loads):.3f}",
+        )
+    return table
+
+
+def dcp_state(job: Job, p: int, rank: int) -> dict[str, object]:
+    """Return what one rank of a pipeline stage would hand to ``torch.distributed.checkpoint.save``, on no memory."""
+    import torch
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    ranks = torch.arange(job.dp * job.tp).view(job.dp, job.tp)
+    mesh = DeviceMesh("cpu", ranks, mesh_dim_names=("dp", "tp"), _init_backend=False, _rank=rank)
+    found: dict[str, object] = {}
+    for fqn, shape, dim in job.model.stage(p, job.pp):
+        by_tensor = Replicate() if dim is None else Shard(dim)
+        for role, dtype in {"param": "bfloat16", **ROLES}.items():
+            by_data = Replicate() if role == "param" and job.zero == 1 else Shard(0)
+            # Only shapes count: the global one is given, the local one is not looked at.
+            local = torch.empty((1,) * len(shape), dtype=getattr(torch, dtype), device="meta")
+            stride = (shape[1], 1) if len(shape) == 2 else (1,)
+            found[f"{fqn}.{role}"] = DTensor.from_local(
+                local, mesh, [by_data, by_tensor], run_check=False, shape=torch.Size(shape), stride=stride
+            )
+        found[f"{fqn}.step"] = torch.zeros(())
+    return found
+
+
+def dcp_planning(sizes: Sequence[int], runs: int) -> Table:
+    """Time torch's planner on one stage of the large job, with fewer and with all of its data-parallel ranks."""
+    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+
+    table = _table(
+        f"torch.distributed.checkpoint, DefaultSavePlanner: one middle stage of 405B (local: median of {runs})",
+        ("layout", "ranks run", "items a rank", "local plan, ms a rank", "global plan, s", "ms a rank"),
+    )
+    for zero in (1, 3):
+        for dp in sizes:
+            job = Job(LLAMA_405B, tp=8, pp=16, dp=dp, zero=zero)
+            plans = []
+            for rank in range(job.dp * job.tp):
+                planner = DefaultSavePlanner()
+                planner.set_up_planner(dcp_state(job, 7, rank), None, rank == 0)
+                if rank == 0:
+                    local, low, high = milliseconds(planner.create_local_plan, runs)
+                plans.append(planner.create_local_plan())
+            taken, _ = seconds(lambda plans=plans: DefaultSavePlanner().create_global_plan(plans))
+            table.add_row(
+                f"ZeRO-{zero}",
+                f"{len(plans):,} (dp {dp} x tp 8)",
+                f"{len(plans[0].items):,}",
+                f"{local:.1f} ({low:.1f}–{high:.1f})",
+                f"{taken:.2f}",
+                f"{1e3 * taken / len(plans):.1f}",
+            )
+    return table
+
+
+def _table(title: str, columns: Sequence[str]) -> Table:
+    table = Table(title=title, title_justify="left")
+    for column in columns:
+        table.add_column(column, justify="left" if column in ("layout", "rank of") else "right", no_wrap=True)
+    return table
+
+
+def main() -> None:
+    """Print the three tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=7)
+    parser.add_argument("--dcp-dp", type=int, nargs="*", default=[16, 128], help="data-parallel ranks; none: skip DCP")
+    options = parser.parse_args()
+    console = Console(width=130, highlight=False)
+    console.print(f"[dim]{machine()}[/]")
+    console.print(own_planning(options.runs))
+    console.print(whole_job())
+    if options.dcp_dp:
+        console.print(dcp_planning(options.dcp_dp, options.runs))
+    console.print(f"[dim]load average at the end: {os.getloadavg()[0]:.1f}[/]")
+
+
+if __name__ == "__main__":
+    main()
