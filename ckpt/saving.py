@@ -38,6 +38,7 @@ from ckpt.store.open import Root, default_root, open_store
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from ckpt.format.holders import HolderTable
     from ckpt.runtime.comm import Comm
     from ckpt.store.base import Store
 
@@ -287,7 +288,7 @@ class _Save:
             aliases=job.graph.aliases,
             parts=tuple(d.part for d in done),
             divergences=tuple(divergences),
-            holders=holder_table(job.graph, [h.host for h in hellos]),
+            holders=_holders_of(job, tuple(h.host for h in hellos)),
         )
         repo = Repository(self.store)
         index = repo.write_index(attempt.key("index/root.json.zst"), root)
@@ -304,6 +305,17 @@ class _Save:
             index=index,
         )
         return msgspec.msgpack.encode(index.nbytes + repo.commit(body, overwrite=self.overwrite))
+
+
+_last_holders: tuple[JobPlan, tuple[str, ...], HolderTable | None] | None = None
+
+
+def _holders_of(job: JobPlan, hosts: tuple[str, ...]) -> HolderTable | None:
+    """Return who holds what; worked out once for each layout, because rank 0 does it while the others wait."""
+    global _last_holders
+    if _last_holders is None or _last_holders[0] is not job or _last_holders[1] != hosts:
+        _last_holders = (job, hosts, holder_table(job.graph, hosts))
+    return _last_holders[2]
 
 
 def _totals(job: JobPlan, done: list[Done], divergences: list[Divergence]) -> dict[str, int]:

@@ -19,37 +19,52 @@ if TYPE_CHECKING:
 
 EVERY_RANK = 512
 """Up to this world each rank has a column; beyond, ranks that differ in nothing but bytes share one."""
+FEW = 4
+"""Names of domains that a column lists."""
+ABSENT = -1
+"""Copies, domains or number of what is not held."""
+
+
+class HeatRole(msgspec.Struct, frozen=True, array_like=True):
+    """One role that a rank holds of a layer. ``copies``, ``domains``: of those of its elements that have fewest."""
+
+    role: str
+    copies: int
+    domains: int
 
 
 class HeatCell(msgspec.Struct, frozen=True, array_like=True):
     """What the ranks of a column hold of one layer.
 
     ``copies``, ``domains``: the least number of ranks, and of failure domains, whose loss destroys some of it.
-    ``roles``: number of the held roles in :attr:`HeatMap.roles`. Bytes of the rank that holds least and most.
+    ``held``: number of the held roles in :attr:`HeatMap.held`. Bytes of the rank that holds least and most.
     """
 
     layer: int
     copies: int
     domains: int
-    roles: int
+    held: int
     least_bytes: int
     most_bytes: int
 
 
 class HeatColumn(msgspec.Struct, frozen=True, kw_only=True):
-    """Ranks that hold alike; ``domain``: that of the lowest of them. Layers of which they hold nothing have no cell."""
+    """Ranks that hold alike, or neighbours. Layers of which they hold nothing have no cell.
+
+    ``ranks``, ``domains``: as text, runs of numbers as ranges; of more than a few domains the first ones.
+    """
 
     ranks: str
     count: int
-    domain: str
+    domains: str
     cells: tuple[HeatCell, ...]
 
 
 class HeatMap(msgspec.Struct, frozen=True, kw_only=True):
-    """Data of the heat map. ``layers``: in the order of the model; ``roles``: the distinct lists of roles held."""
+    """Data of the heat map. ``layers``: in the order of the model; ``held``: the distinct lists of roles held."""
 
     layers: tuple[str, ...]
-    roles: tuple[tuple[str, ...], ...]
+    held: tuple[tuple[HeatRole, ...], ...]
     columns: tuple[HeatColumn, ...]
 
 
@@ -76,57 +91,95 @@ def heat_map(
     names = sorted(set(of_tensor), key=_natural)
     roles = sorted({column.role for block in blocks for column in block.columns})
     number = {name: i for i, name in enumerate(names)}
-    facts = _facts(holdings, blocks, sets, table, np.array([number[name] for name in of_tensor], np.int64), roles)
+    facts = _facts(blocks, holdings, sets, table, np.array([number[name] for name in of_tensor], np.int64), roles)
     edges = np.searchsorted(facts[:, 0], np.arange(len(names) + 1))
-    layers = [_of_ranks(facts[a:b], sets, holdings.world) for a, b in pairwise(edges.tolist())]
+    layers = [_of_ranks(facts[a:b], sets, holdings.world, len(roles)) for a, b in pairwise(edges.tolist())]
     column = _alike(layers, holdings.world)
-    masks = sorted({m for layer in layers for m in np.unique(layer.mask).tolist() if m})
+    count = int(column.max(initial=-1)) + 1
+    merged = layers if count == holdings.world else [_of_columns(layer, column, count) for layer in layers]
+    nothing = np.zeros((0, 2 * len(roles)), np.int64)
+    which, distinct = distinct_rows(np.concatenate([nothing, *(layer.held for layer in merged)]))
+    order = sorted(row for row in distinct.tolist() if max(row, default=ABSENT) > ABSENT)  # whatever the sets' numbers
+    place = {tuple(row): i for i, row in enumerate(order)}
+    numbers = np.array([place.get(tuple(row), ABSENT) for row in distinct.tolist()], np.int64)[which]
     return HeatMap(
         layers=tuple(names),
-        roles=tuple(tuple(role for bit, role in enumerate(roles) if mask >> bit & 1) for mask in masks),
-        columns=_columns(column, layers, masks, of_rank),
+        held=tuple(_held(row, roles) for row in order),
+        columns=_columns(column, merged, numbers.reshape(len(names), count), of_rank),
     )
 
 
 class _Layer(NamedTuple):
-    """One layer by ranks, each int64 ``[world]``. ``mask``: a bit for each role held, 0 if nothing is."""
+    """One layer by ranks, or by columns of them: int64 ``[ranks]``, of ``held`` ``[ranks, 2 x roles]``.
+
+    ``held``: copies, then domains, of each role. :data:`ABSENT` copies, domains and roles where nothing is held.
+    """
 
     copies: Numbers
     domains: Numbers
-    mask: Numbers
+    held: Numbers
     least: Numbers
     most: Numbers
 
 
 def _facts(
-    holdings: Holdings, blocks: Sequence[Block], sets: SetTable, table: KillTable, layer: Numbers, roles: list[str]
+    blocks: Sequence[Block], holdings: Holdings, sets: SetTable, table: KillTable, layer: Numbers, roles: list[str]
 ) -> Numbers:
-    """Return (layer, holders, copies, domains, role's bit, bytes) of everything held, ascending by layer."""
+    """Return (layer, holders, copies, domains, role, domains of the role, bytes) of all that is held, by layer."""
     domains = table.tolerance + 1
-    found = [np.zeros((0, 6), np.int64)]
-    for block, family in zip(blocks, table.of_group, strict=True):
+    found = [np.zeros((0, 7), np.int64)]
+    for block, family, spread in zip(blocks, table.of_group, table.spread, strict=True):
         which, pairs = distinct_rows(np.stack([layer[block.tensor], block.group], axis=1))
         volume = np.zeros(len(pairs), np.int64)
         np.add.at(volume, which, block.volume)
         at, group = pairs.T
         copies = block.copies(holdings.sets, sets.size)[group]
         for c, column in enumerate(block.columns):
-            bit = np.full(len(pairs), 1 << min(roles.index(column.role), 62))
-            nbytes = volume * block.itemsize(c)
-            found.append(np.stack([at, block.holders[group, c], copies, domains[family][group], bit, nbytes], axis=1))
-    facts = np.concatenate(found)
-    return facts[np.argsort(facts[:, 0], kind="stable")]
+            if column.scalar:  # in a block of its own
+                continue
+            role = np.full(len(pairs), roles.index(column.role))
+            holders, nbytes = block.holders[group, c], volume * block.itemsize(c)
+            found.append(
+                np.stack([at, holders, copies, domains[family][group], role, spread[group, c], nbytes], axis=1)
+            )
+    return _merged(np.concatenate(found), len(roles), len(holdings.sets) + 1)
 
 
-def _of_ranks(facts: Numbers, sets: SetTable, world: int) -> _Layer:
+def _merged(facts: Numbers, roles: int, sets: int) -> Numbers:
+    """Put together what the same holders hold of a role of a layer, before it is told of each of them."""
+    key = (facts[:, 0] * roles + facts[:, 4]) * sets + facts[:, 1] + 1
+    order = np.argsort(key, kind="stable")
+    facts = facts[order]
+    first = np.flatnonzero(np.diff(key[order], prepend=-1))
+    if not len(first):
+        return facts
+    merged = facts[first]
+    for c in (2, 3):
+        merged[:, c] = np.minimum.reduceat(facts[:, c], first)
+    merged[:, 6] = np.add.reduceat(facts[:, 6], first)
+    return merged
+
+
+def _of_ranks(facts: Numbers, sets: SetTable, world: int, roles: int) -> _Layer:
     position, rank = sets.expand(facts[:, 1])
-    copies, domains = np.full((2, world), np.iinfo(np.int64).max)
-    mask, nbytes = np.zeros((2, world), np.int64)
-    np.minimum.at(copies, rank, facts[position, 2])
-    np.minimum.at(domains, rank, facts[position, 3])
-    np.bitwise_or.at(mask, rank, facts[position, 4])
-    np.add.at(nbytes, rank, facts[position, 5])
-    return _Layer(copies, domains, mask, nbytes, nbytes)
+    _, _, copies, domains, role, role_domains, nbytes = facts[position].T
+    slot = rank * (2 * roles) + role
+    held = _least(slot, sets.size[facts[position, 1]], world * 2 * roles)
+    held = np.where(held == ABSENT, _least(slot + roles, role_domains, world * 2 * roles), held)
+    total = np.zeros(world, np.int64)
+    np.add.at(total, rank, nbytes)
+    return _Layer(
+        _least(rank, copies, world), _least(rank, domains, world), held.reshape(world, 2 * roles), total, total
+    )
+
+
+def _least(where: Numbers, values: Numbers, length: int) -> Numbers:
+    """Return the least value at each of ``length`` places, :data:`ABSENT` where there is none."""
+    most = np.iinfo(np.int64).max
+    found = np.full(length, most, np.int64)
+    np.minimum.at(found, where, values)
+    found[found == most] = ABSENT
+    return found
 
 
 def _alike(layers: list[_Layer], world: int) -> Numbers:
@@ -136,35 +189,51 @@ def _alike(layers: list[_Layer], world: int) -> Numbers:
         return ranks
     column = np.zeros(world, np.int64)
     for layer in layers:
-        _, held = np.unique(layer.mask, return_inverse=True)
-        column, distinct = distinct_rows(np.stack([column, layer.copies, layer.domains, held.reshape(-1)], axis=1))
+        seen = np.concatenate([column[:, None], layer.copies[:, None], layer.domains[:, None], layer.held], axis=1)
+        column, distinct = distinct_rows(seen)
         if len(distinct) > EVERY_RANK:  # nothing that an eye could tell apart: neighbours share a column
             return ranks * EVERY_RANK // world
     return column
 
 
-def _columns(column: Numbers, layers: list[_Layer], masks: list[int], of_rank: Sequence[str]) -> tuple[HeatColumn, ...]:
-    count = int(column.max(initial=-1)) + 1
-    number = {mask: i for i, mask in enumerate(masks)}
+def _of_columns(layer: _Layer, column: Numbers, count: int) -> _Layer:
+    held = np.flatnonzero(layer.copies != ABSENT)
+    where = column[held]
+    width = layer.held.shape[1]
+    rank, role = np.nonzero(layer.held != ABSENT)
+    most = np.zeros(count, np.int64)
+    np.maximum.at(most, where, layer.most[held])
+    return _Layer(
+        _least(where, layer.copies[held], count),
+        _least(where, layer.domains[held], count),
+        _least(column[rank] * width + role, layer.held[rank, role], count * width).reshape(count, width),
+        _least(where, layer.least[held], count),
+        most,
+    )
+
+
+def _held(row: list[int], roles: list[str]) -> tuple[HeatRole, ...]:
+    copies, domains = row[: len(roles)], row[len(roles) :]
+    return tuple(HeatRole(*one) for one in zip(roles, copies, domains, strict=True) if one[1] != ABSENT)
+
+
+def _columns(column: Numbers, layers: list[_Layer], numbers: Numbers, of_rank: Sequence[str]) -> tuple[HeatColumn, ...]:
+    count = numbers.shape[1]
     cells: list[list[HeatCell]] = [[] for _ in range(count)]
-    for place, layer in enumerate(layers):
-        values = []
-        for per_rank, combine, start in (
-            (layer.copies, np.minimum, np.iinfo(np.int64).max),
-            (layer.domains, np.minimum, np.iinfo(np.int64).max),
-            (layer.mask, np.bitwise_or, 0),
-            (layer.least, np.minimum, np.iinfo(np.int64).max),
-            (layer.most, np.maximum, 0),
-        ):
-            whole = np.full(count, start, np.int64)
-            combine.at(whole, column, per_rank)
-            values.append(whole)
-        for one in np.flatnonzero(values[2]).tolist():
-            copies, domains, mask, least, most = (int(value[one]) for value in values)
-            cells[one].append(HeatCell(place, copies, domains, number[mask], least, most))
+    for place, (layer, held) in enumerate(zip(layers, numbers, strict=True)):
+        for one in np.flatnonzero(layer.copies != ABSENT).tolist():
+            copies, domains, least, most = (int(v[one]) for v in (layer.copies, layer.domains, layer.least, layer.most))
+            cells[one].append(HeatCell(place, copies, domains, int(held[one]), least, most))
     members = [np.flatnonzero(column == one).tolist() for one in range(count)]
     made = [
-        HeatColumn(ranks=spans(ranks), count=len(ranks), domain=of_rank[ranks[0]], cells=tuple(cells[one]))
+        HeatColumn(ranks=spans(ranks), count=len(ranks), domains=_names(ranks, of_rank), cells=tuple(cells[one]))
         for one, ranks in sorted(enumerate(members), key=lambda item: item[1][0])
     ]
     return tuple(made)
+
+
+def _names(ranks: Sequence[int], of_rank: Sequence[str]) -> str:
+    names = list(dict.fromkeys(of_rank[rank] for rank in ranks))
+    if all(name.isdecimal() and name.isascii() and len(name) < 10 for name in names):
+        return spans(sorted(map(int, names)))
+    return ", ".join(names[:FEW]) + (f", … ({len(names)} in all)" if len(names) > FEW else "")

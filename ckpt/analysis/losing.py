@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -56,7 +57,7 @@ class TensorLoss(msgspec.Struct, frozen=True, kw_only=True):
 class Loss(msgspec.Struct, frozen=True, kw_only=True):
     """The loss of ``ranks``. ``domains``: those of which no rank is left.
 
-    Tensors that lost no copy of any element are not listed.
+    Tensors that lost no copy of any element are not listed: a scalar that somebody still has is no loss.
     """
 
     domains: tuple[str, ...]
@@ -112,19 +113,31 @@ class _Losing:
             self._left[number] = tuple(rank for rank in self._sets[number] if rank not in self._lost)
         return self._left[number]
 
+    @cached_property
+    def _hit(self) -> np.ndarray:
+        """Has each set lost a member, all members? bool ``[2, sets + 1]``; of the empty set, the last one, both."""
+        sets = [self._sets[i] for i in range(len(self._sets))]
+        some = [not self._lost.isdisjoint(ranks) for ranks in sets]
+        every = [hit and self._lost.issuperset(ranks) for ranks, hit in zip(sets, some, strict=True)]
+        return np.array([[*some, True], [*every, True]])
+
     def tensor(self, one: TensorRows) -> TensorLoss:
-        numbers = np.unique(one.holders)
-        hit = [n for n in numbers.tolist() if len(self.left(n)) < max(1, len(self._sets[n]))]
-        rows = np.flatnonzero(np.isin(one.holders, hit).any(axis=1))
+        some, every = self._hit
+        full = [c for c, column in enumerate(one.columns) if not column.scalar]
+        hit = some[one.holders[:, full]].any(axis=1) | every[one.holders].any(axis=1)
+        rows = np.flatnonzero(hit)
         listed = zip(one.volume[rows].tolist(), one.holders[rows].tolist(), (None for _ in rows), strict=True)
         return self._loss(one.fqn, one.columns, one.derived, listed)
 
     def pieces(self, one: TensorPieces, graph: ShardGraph) -> TensorLoss:
         rows = []
         for box, holders in zip(one.boxes, one.holders, strict=True):
-            row = [self._sets.number(ranks) for ranks in holders]
-            if any(len(self.left(n)) < max(1, len(self._sets[n])) for n in row):
-                rows.append((box.volume, row, box))
+            hit = any(
+                not ranks or (not self._lost.isdisjoint(ranks) and (not column.scalar or self._lost.issuperset(ranks)))
+                for column, ranks in zip(one.columns, holders, strict=True)
+            )
+            if hit:
+                rows.append((box.volume, [self._sets.number(ranks) for ranks in holders], box))
         return self._loss(one.fqn, one.columns, one.fqn in graph.derived, rows)
 
     def _loss(

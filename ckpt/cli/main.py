@@ -1,4 +1,4 @@
-"""The command line: ``ckpt ls|show|verify ROOT``. Reads repositories only; needs no torch, no GPU, no other rank.
+"""The command line: ``ckpt ls|show|verify|analyze``. Needs no torch, no GPU, no other rank.
 
 Exit codes are those of :mod:`ckpt.errors`; docs/cli.md lists them. With ``--json`` standard output carries exactly one
 JSON document, for errors too.
@@ -7,79 +7,42 @@ JSON document, for errors too.
 from __future__ import annotations
 
 import functools
-import io
-import itertools
-import json
-import sys
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from ckpt.cli import render
-from ckpt.errors import CkptError, ConfigError, IntegrityError, NoSuchCheckpoint
+from ckpt.cli.analyze import analyze
+from ckpt.cli.program import Program, exits, print_json
+from ckpt.errors import CkptError, IntegrityError, NoSuchCheckpoint
 from ckpt.repo.repository import MARKER, Repository
 from ckpt.repo.verify import verify as check
 from ckpt.store.open import open_store
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-
-class Program(click.Group):
-    """The group of all commands, whose output is safe on any terminal and, if asked for, JSON even for wrong usage."""
-
-    def main(self, args: Sequence[str] | None = None, *rest: Any, **options: Any) -> NoReturn:
-        """Run and exit; see :meth:`click.Command.main`."""
-        for stream in (sys.stdout, sys.stderr):
-            if isinstance(stream, io.TextIOWrapper):  # a name may hold what the terminal's encoding does not have
-                stream.reconfigure(errors="backslashreplace")
-        arguments = list(sys.argv[1:] if args is None else args)
-        try:
-            code = super().main(arguments, *rest, **{**options, "standalone_mode": False})
-        except click.ClickException as error:
-            code = error.exit_code
-            if "--json" in itertools.takewhile(lambda argument: argument != "--", arguments):
-                print_error(ConfigError.__name__, error.format_message(), code)
-            error.show()
-        except click.Abort:
-            code = 1
-        sys.exit(code)
+    from collections.abc import Callable
 
 
 @click.group(cls=Program, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="ckpt")
 def cli() -> None:
-    """Look into checkpoint repositories: ROOT is a path or URL."""
+    """Look into checkpoint repositories (ROOT is a path or URL), and analyze layouts."""
+
+
+cli.add_command(analyze)
 
 
 def command(body: Callable[..., int]) -> Callable[..., None]:
-    """Give ``body`` the arguments that all commands share; map its errors and its result to exit codes."""
+    """Give ``body`` the repository that is its argument ROOT."""
 
     @cli.command(name=body.__name__.removesuffix("_"), help=body.__doc__)
     @click.argument("root")
-    @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+    @exits
     @functools.wraps(body)
-    def run(root: str, as_json: bool, **options: Any) -> None:
-        try:
-            code = body(Repository(open_store(root)), as_json, **options)
-        except CkptError as error:
-            code = error.exit_code
-            if as_json:
-                print_error(type(error).__name__, str(error), code)
-            click.echo(f"{type(error).__name__}: {render.visible(str(error))}", err=True)
-        sys.exit(code)
+    def run(root: str, as_json: bool, **options: Any) -> int:
+        return body(Repository(open_store(root)), as_json, **options)
 
     return run
-
-
-def print_json(document: Any) -> None:
-    """Print one JSON document to standard output, in ASCII: no name can fail to print, or reach the terminal raw."""
-    click.echo(json.dumps(document, indent=2))
-
-
-def print_error(kind: str, message: str, code: int) -> None:
-    """Print the JSON document of a command that failed."""
-    print_json({"error": {"type": kind, "message": message, "exit_code": code}})
 
 
 step_option = click.option("--step", type=click.IntRange(min=0), help="Default: the newest committed step.")

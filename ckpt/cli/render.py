@@ -145,7 +145,17 @@ def print_checkpoint(document: dict[str, Any]) -> None:
     for divergence in document["divergences"]:
         sides = "; ".join(f"{digest} on rank(s) {spans(ranks)}" for digest, ranks in divergence["copies"].items())
         where = f"{divergence['fqn']} ({divergence['role']}) at {divergence['offsets']}+{divergence['sizes']}"
+        where += _exactly(divergence)
         out.print(shown(f"replicas differ: {where}: {sides}; kept {divergence['kept']}", "yellow"))
+
+
+def _exactly(divergence: dict[str, Any]) -> str:
+    """Return which elements differ, where the save looked so closely."""
+    found = divergence["differing"]
+    if found is None:
+        return ""
+    by = "" if found["max_abs"] is None else f", by at most {found['max_abs']:.6g}"
+    return f", {found['elements']} element(s) in {found['offsets']}+{found['sizes']}{by}"
 
 
 def verification(result: Verification) -> dict[str, Any]:

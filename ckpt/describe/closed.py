@@ -2,14 +2,14 @@
 
 Along the dimension that tensor parallelism cuts, a tensor falls into *segments* that the same tensor ranks hold. Of a
 segment every copy (one for each stage and tensor rank that has it) is cut into ranges by the engine; flat positions of
-the copy's local tensor map to flat positions of the segment by a formula (:meth:`_Segment.position`), in the same order,
-so ranges stay ranges. What is left is to merge the bounds and to name the owners. The cost is the number of ranges:
-tensors x tensor ranks x data-parallel ranks at most.
+the copy's local tensor map to flat positions of the segment by a formula (:meth:`_Segment.position`), in the same
+order, so ranges stay ranges. What is left is to merge the bounds and to name the owners. The cost is the number of
+ranges: tensors x tensor ranks x data-parallel ranks at most.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
@@ -20,6 +20,8 @@ import numpy.typing as npt
 from ckpt.analysis.holdings import NOBODY, Holdings, RankSets, RoleColumn, TensorRows, merged_rows
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from ckpt.describe.cuts import Cut, Group
     from ckpt.describe.engines import Cuts
     from ckpt.describe.model import Described
@@ -41,7 +43,8 @@ class _Segment:
         if width == self.size:
             return flat
         row, rest = np.divmod(flat, width * self.inner)
-        return row * (self.size * self.inner) + np.clip(rest - first * self.inner, 0, self.size * self.inner)
+        found: Numbers = row * (self.size * self.inner) + np.clip(rest - first * self.inner, 0, self.size * self.inner)
+        return found
 
 
 Copy = tuple[int, int, int, int, "Cuts"]
@@ -172,7 +175,8 @@ class _Builder:
         """Return the ranks of a copy that have the optimizer's scalars: those that hold some of its state."""
         group = (cuts.state or cuts.param).group
         members = group.array if cuts.scalars_everywhere else group.array[owners]
-        return self._ranks[stage, rank][members.reshape(-1)]
+        found: Numbers = self._ranks[stage, rank][members.reshape(-1)]
+        return found
 
     def _number(self, ranks: list[Numbers]) -> int:
         return self._sets.number(np.unique(np.concatenate(ranks)).tolist()) if ranks else NOBODY
@@ -196,7 +200,7 @@ def _segments(geometry: Geometry, inner: int) -> list[_Segment]:
             at += count
     borders = sorted({edge for start, stop, *_ in held for edge in (start, stop)})
     found = []
-    for low, high in zip(borders, borders[1:], strict=False):
+    for low, high in itertools.pairwise(borders):
         copies = tuple((rank, at + low - start, width) for start, stop, rank, at, width in held if start <= low < stop)
         found.append(_Segment(high - low, copies, inner))
     return found

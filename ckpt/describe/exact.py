@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ckpt.layout.box import Box
 from ckpt.layout.spec import RankLayout, Shard, TensorSpec
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from ckpt.describe.cuts import Cut
     from ckpt.describe.model import Described
     from ckpt.describe.placement import Description

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from ckpt.describe.hf_parts import Builder, Line, bias, columns, rows, vocabulary, whole
 from ckpt.describe.model import Split, Tied
-from ckpt.describe.read import Fields
+
+if TYPE_CHECKING:
+    from ckpt.describe.read import Fields
 
 MAX_LAYERS = 10_000
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from ckpt.describe.hf_parts import Builder, Line, bias, columns, rows, vocabulary, whole
 from ckpt.describe.model import Tied
-from ckpt.describe.read import Fields
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from ckpt.describe.read import Fields
 
 DEEPSEEK = ("deepseek_v3", "kimi_k2")
 MOE = ("mixtral", "qwen3_moe", *DEEPSEEK)
@@ -176,8 +180,8 @@ class _Moe:
             return
         gate = [whole("mlp.gate.weight", self.experts, self.hidden, kind="router")]
         if self.kind in DEEPSEEK:
-            # A buffer that training moves to balance the experts; kept in float32, whatever the parameters are.
-            gate.append(Line("mlp.gate.e_score_correction_bias", (self.experts,), "buffer", dtype="float32"))
+            # Training moves it to balance the experts, but not by gradients.
+            gate.append(whole("mlp.gate.e_score_correction_bias", self.experts, kind="buffer"))
         else:
             yield from gate
         for e in range(self.experts):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ckpt.describe.model import Described, Split, Tied
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
 
 Shape = tuple[int, ...]
 
@@ -18,7 +20,6 @@ class Line(NamedTuple):
     kind: str
     split: Split | None = None
     expert: int | None = None
-    dtype: str | None = None
 
 
 class Builder:
@@ -45,7 +46,7 @@ class Builder:
         for prefix, layer, place, lines in self._blocks:
             for line in lines():
                 yield Described(
-                    prefix + line.name, line.shape, line.kind, layer, place, line.split, line.expert, line.dtype,
+                    prefix + line.name, line.shape, line.kind, layer, place, line.split, line.expert,
                     trainable=line.kind != "buffer",
                 )  # fmt: skip
 

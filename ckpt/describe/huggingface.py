@@ -7,8 +7,7 @@ vocabulary by rows, norms and routers whole.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ckpt.describe.hf_gpt import gpt2, gpt_neox
 from ckpt.describe.hf_llama import llama_family
@@ -16,6 +15,9 @@ from ckpt.describe.hf_parts import Builder
 from ckpt.describe.model import MAX_TENSORS, ModelSpec, refuse
 from ckpt.describe.read import Fields
 from ckpt.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
 
 _FAMILIES: dict[str, Callable[[Builder, Fields, str], None]] = {
     **dict.fromkeys(

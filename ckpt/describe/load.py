@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ckpt.describe.huggingface import model_of_config
-from ckpt.describe.model import ModelSpec
 from ckpt.describe.parallel import Parallel
 from ckpt.describe.placement import Description
 from ckpt.describe.read import MAX_BYTES, parse
 from ckpt.describe.shapes import model_of_shapes
 from ckpt.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from ckpt.describe.model import ModelSpec
 
 
 def read_model(path: str | Path) -> tuple[ModelSpec, dict[str, Any]]:

@@ -96,7 +96,7 @@ class Described:
 
     ``layer``: its number in the stack of layers, which says its pipeline stage; without one, ``place`` does
     (``first``, ``last`` or ``every`` stage). ``expert``: global number of the expert that it belongs to. ``dtype``:
-    None for the training dtype. ``trainable``: is it stepped by the optimizer?
+    None for the training dtype, of a buffer for float32. ``trainable``: is it stepped by the optimizer?
     """
 
     fqn: str

@@ -160,13 +160,11 @@ class Parallel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
             yield f"stages lists {len(self.stages)} pipeline stages, pp is {self.pp}"
         if bad:
             return
+        product = f"dp {self.dp} x cp {self.cp} x tp {self.tp} x pp {self.pp}"
         if self.ranks > MAX_WORLD:
-            yield f"dp {self.dp} x cp {self.cp} x tp {self.tp} x pp {self.pp} is {self.ranks} ranks, at most {MAX_WORLD}"
+            yield f"{product} is {self.ranks} ranks, at most {MAX_WORLD}"
         if self.world is not None and self.world != self.ranks:
-            yield (
-                f"dp {self.dp} x cp {self.cp} x tp {self.tp} x pp {self.pp} is {self.ranks} ranks, "
-                f"the world has {self.world}"
-            )
+            yield f"{product} is {self.ranks} ranks, the world has {self.world}"
         yield from self._group_problems()
         yield from self._engine_problems()
 

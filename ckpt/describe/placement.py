@@ -7,9 +7,9 @@ optimizer's cuts and in which experts they hold. Slices with equal local tensors
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from ckpt.describe.cuts import Groups
 from ckpt.describe.engines import Cuts, Local, cuts_of
@@ -18,6 +18,9 @@ from ckpt.describe.parallel import STATE, Mesh, Parallel
 from ckpt.errors import LayoutError
 from ckpt.layout.spec import BUFFER, MASTER, PARAM
 from ckpt.layout.tiling import Runs, Tiling
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 Geometry = tuple[tuple[Runs, int], ...]
 """For each tensor rank (runs, length of the local dimension) along the dimension that is cut."""
@@ -45,6 +48,7 @@ class Description:
         model.check()
         self.model, self.parallel = model, parallel
         self._stage_of_layer = _stages(model, parallel)
+        self._experts = model.experts
         self._geometry: dict[tuple[object, ...], Geometry] = {}
         self._cuts: dict[tuple[object, ...], list[Cuts]] = {}
         self._groups: dict[int | None, Groups] = {}
@@ -95,7 +99,7 @@ class Description:
         """Return the expert-parallel rank that holds it, None for what is no routed expert's."""
         if tensor.expert is None or self.parallel.ep == 1:
             return None
-        return tensor.expert // (self.model.experts // self.parallel.ep)
+        return tensor.expert // (self._experts // self.parallel.ep)
 
     def groups(self, expert_rank: int | None) -> Groups:
         """Return the data-parallel groups of dense tensors (None) or of one expert rank's."""
@@ -173,9 +177,9 @@ class Description:
     def columns(self, tensor: Described) -> tuple[Column, ...]:
         """Return the roles of a tensor, ascending by name."""
         p = self.parallel
+        if tensor.kind == "buffer":  # engines cast parameters only
+            return (Column(BUFFER, tensor.dtype or "float32", of_param=True),)
         dtype = tensor.dtype or p.dtype
-        if tensor.kind == "buffer":
-            return (Column(BUFFER, dtype, of_param=True),)
         found = [Column(PARAM, dtype, of_param=True)]
         moments, step = STATE[p.optimizer]
         if tensor.trainable and p.optimizer != "none":
@@ -206,9 +210,8 @@ class Description:
                     yield f"{t.fqn!r} {list(t.shape)}, tp {p.tp}: {error}"
             if p.kind == "fsdp2" and t.shape == () and t.kind != "buffer":
                 yield f"{t.fqn!r} has no dimension, FSDP cannot cut it"
-        experts = self.model.experts
-        if p.ep > 1 and (not experts or experts % p.ep):
-            yield f"ep {p.ep} does not divide the {experts} experts of the model"
+        if p.ep > 1 and (not self._experts or self._experts % p.ep):
+            yield f"ep {p.ep} does not divide the {self._experts} experts of the model"
 
 
 def _stages(model: ModelSpec, parallel: Parallel) -> list[int]:

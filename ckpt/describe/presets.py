@@ -71,18 +71,18 @@ PRESETS: dict[str, Preset] = {
             "engine": "megatron", "zero": 1, "pp": 16, "dp": 128, "ep": 64, "ranks_per_host": 8,
             "stages": (3, *(4,) * 13, 3, 3),
         },
-        "Published: 2,048 GPUs, pp 16, ep 64, ZeRO-1, no tensor parallelism. Open: which stages have 3 of the 61 layers "
-        "(first and last two are chosen) and the multi-token-prediction layer (left out, as in transformers).",
+        "Published: 2,048 GPUs, pp 16, ep 64, ZeRO-1, no tensor parallelism. Open: which stages have 3 of the 61 "
+        "layers (first and last two are chosen) and the multi-token-prediction layer (left out, as in transformers).",
     ),
     "kimi-k2": Preset(
         _KIMI_K2,
         {
-            "engine": "megatron", "zero": 1, "pp": 16, "dp": 16, "ep": 16, "ranks_per_host": 8,
+            "engine": "megatron", "zero": 1, "pp": 16, "dp": 32, "ep": 16, "ranks_per_host": 8,
             "stages": (3, *(4,) * 13, 3, 3),
         },
-        "Published: pp 16, ep 16, ZeRO-1, any multiple of 32 hosts; dp 16 is the smallest. With it each expert is held "
-        "once: from 64 hosts on its parameters are held twice. The model was trained with Muon (one moment); AdaCheck "
-        "counts Adam, and so does this preset.",
+        "Published: pp 16, ep 16, ZeRO-1, any multiple of 32 hosts. On 32 (dp 16) each expert is held once and 0.3 % "
+        "of the state is redundant; 64 (dp 32) is chosen, where it is held twice. The model was trained with "
+        "Muon (one moment); AdaCheck counts Adam, and so does this preset.",
     ),
     "llama3-405b": Preset(
         _LLAMA3_405B,
@@ -91,7 +91,8 @@ PRESETS: dict[str, Preset] = {
             "stages": (7, *(8,) * 14, 7),
         },
         "Published: 16,384 GPUs, tp 8 x pp 16 x dp 128, one layer fewer on the first and the last stage. Its data "
-        "parallelism is an FSDP of its own; the distributed optimizer stands for it, engine fsdp2 is the other reading.",
+        "parallelism is an FSDP of its own; the distributed optimizer stands for it, engine fsdp2 with zero 3 is the "
+        "other reading.",
     ),
 }  # fmt: skip
 

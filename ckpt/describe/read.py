@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from ckpt.errors import ConfigError
 
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
 MAX_BYTES = 4 * 2**20
 """of a description: the longest config.json that people publish has a few kilobytes"""
 
 
-class _PlainLoader(yaml.SafeLoader):
-    """YAML without aliases (a few lines of which expand to gigabytes) and without repeated keys (the last would win)."""
+class _PlainLoader(yaml.SafeLoader):  # type: ignore[misc]  # yaml has no types
+    """YAML without aliases (a few lines of which expand to gigabytes) and repeated keys (the last would win)."""
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.AliasEvent):

@@ -23,9 +23,8 @@ first pipeline stage if they stand before the layers, to the last if behind; ``s
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -33,6 +32,9 @@ from ckpt.describe.model import KINDS, MAX_TENSORS, Described, ModelSpec, Split,
 from ckpt.describe.read import Fields
 from ckpt.errors import ConfigError
 from ckpt.layout.rules import Rules, TensorRule
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
 
 LAYER, EXPERT = "{layer}", "{expert}"
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from ckpt.engine.deepspeed_naming import Naming
-    from ckpt.engine.shared_groups import Source
+    from ckpt.engine.shared_groups import Match, Source
     from ckpt.engine.shared_partition import Partition
 
 _COUNTERS = (
@@ -73,12 +73,19 @@ def compare_objects(
     unexpected = [f"extra state of module {name!r}" for name in sorted(there - here)]
     conflicts: tuple[str, ...] = ()
     if inner is not None and any("optimizer" in one for one in saved):
-        match = match_groups(inner, partitions, [one.get("optimizer") for one in saved], naming.aliases)
+        match = _match(inner, partitions, naming, [one.get("optimizer") for one in saved])
         trained = {entry.fqn for entry in naming.named.values() if entry.param.requires_grad}
         missing += [f"optimizer state of {fqn!r}" for fqn in match.added if fqn in trained]
         unexpected += [f"optimizer state of {fqn!r}" for fqn in match.removed]
         conflicts = match.conflicts
     return Mismatch(tuple(missing), tuple(unexpected), conflicts)
+
+
+def _match(
+    inner: Any, partitions: list[Partition], naming: Naming, groups: Sequence[Mapping[str, Any] | None]
+) -> Match:
+    part = any(len(naming.mesh.groups.get(axis, ())) > 1 for axis in ("pp", "ep")) or len(naming.mesh.experts) > 1
+    return match_groups(inner, partitions, groups, naming.aliases, part=part)
 
 
 def restore_objects(
@@ -92,7 +99,7 @@ def restore_objects(
     sources: Sequence[Source | None] = ()
     groups = [one.get("optimizer") for one in saved]
     if inner is not None and any(groups):
-        match = match_groups(inner, partitions, groups, naming.aliases)
+        match = _match(inner, partitions, naming, groups)
         sources = match.sources
         notes += restore_groups(inner, match, groups)
     notes += _restore_counters(engine, objects.get("engine", {}), objects.get("setup", {}))

@@ -113,7 +113,9 @@ def refuse_pending_gradients(engine: Any, stepped: Iterable[Any]) -> None:
         ConfigError: there are gradients that no state names.
     """
     found = _pending(engine.optimizer, stepped)
-    if ask(engine, "_running_engine_backward", False) or getattr(engine.optimizer, "_backward_active_depth", 0):
+    # A pipeline's train_batch enters a backward pass on every stage and leaves it on the last one only.
+    depth = 0 if "PipelineEngine" in class_names(engine) else getattr(engine.optimizer, "_backward_active_depth", 0)
+    if ask(engine, "_running_engine_backward", False) or depth:
         found = "a backward pass is running"
     elif getattr(engine, "_unmanaged_backward_count", 0):
         found = "a backward pass was not followed by a step"

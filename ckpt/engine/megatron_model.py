@@ -191,7 +191,8 @@ def _expert_name(part: Any) -> str | None:
         return key
     if part.prepend_axis_num != 1 or ".experts." not in key:
         return None
-    return key.replace(".experts.", f".experts.{part.global_offset[0]}.", 1)
+    layer, _, rest = key.rpartition(".experts.")
+    return f"{layer}.experts.{part.global_offset[0]}.{rest}"
 
 
 def _tiling(whole: torch.Tensor, parts: Sequence[Any]) -> Tiling | None:

@@ -23,8 +23,11 @@ if TYPE_CHECKING:
     from ckpt.engine.shared_groups import Match
     from ckpt.engine.shared_partition import Partition
 
-_SAME_GROUP = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
+_SAME_GROUP = ("wd_mult", "lr_mult", "is_decoupled_lr")
 """Options by which Megatron itself finds a group again; a rank may step nothing of a group that others step."""
+
+_OF_THE_LAYOUT = "is_expert_parallel"
+"""Says whether the experts of a group are spread over ranks here: an option that no other layout has to take over."""
 
 _TRACKERS = ("growth_tracker", "hysteresis_tracker")
 
@@ -49,7 +52,7 @@ def capture_objects(
     found: dict[str, Any] = {
         "engine": {"global_steps": steps_taken(optimizer)},
         "setup": {"wrappers": sorted({type(wrapper).__name__ for wrapper in wrappers_of(optimizer)})},
-        "optimizer": capture_groups(inner_optimizer(optimizer), partitions),
+        "optimizer": _capture_groups(optimizer, partitions),
         "scheduler": capture_scheduler(scheduler),
         "loss_scaler": _capture_scaler(optimizer),
     }
@@ -104,6 +107,13 @@ def restore_objects(
 
 
 # -------------------------------------------------------------------------------------------------------------- groups
+
+
+def _capture_groups(optimizer: Any, partitions: list[Partition]) -> dict[str, Any] | None:
+    found = capture_groups(inner_optimizer(optimizer), partitions)
+    for group in found["groups"] if found else ():
+        group["options"].pop(_OF_THE_LAYOUT, None)
+    return found
 
 
 def _completed(inner: Any, match: Match, saved: Sequence[Mapping[str, Any] | None]) -> Match:

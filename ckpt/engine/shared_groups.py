@@ -36,7 +36,7 @@ Source = tuple[int, int]
 @dataclass(frozen=True, slots=True)
 class Match:
     """``sources``: for each group here, the saved group whose hyperparameters it takes over. ``exact``: have it and the
-    saved groups that its members came from just the same members?
+    saved groups that its members came from just the same members (of those that belong on this rank)?
 
     ``added``: stepped here only; ``removed``: stepped in the saved job only; ``conflicts``: groups whose members were
     saved with different hyperparameters, one line each.
@@ -69,7 +69,12 @@ def capture_groups(inner: Any, partitions: Iterable[Partition]) -> dict[str, Any
 
 
 def match_groups(
-    inner: Any, partitions: Iterable[Partition], saved: Sequence[Mapping[str, Any] | None], aliases: Mapping[str, str]
+    inner: Any,
+    partitions: Iterable[Partition],
+    saved: Sequence[Mapping[str, Any] | None],
+    aliases: Mapping[str, str],
+    *,
+    part: bool = False,
 ) -> Match:
     """Find where each of the optimizer's groups comes from.
 
@@ -79,6 +84,8 @@ def match_groups(
         saved: what :func:`capture_groups` returned on each of the saved job's ranks (equal ones once), this rank's own
             first; None from a job without an optimizer.
         aliases: tied name -> listed name.
+        part: this rank steps a part of the model by design (a pipeline stage, its experts), so that members which a
+            group lacks here are no difference.
     """
     before = {
         (k, j): {aliases.get(fqn, fqn) for fqn in group["params"]}
@@ -100,7 +107,8 @@ def match_groups(
             found = [(0, index)]
         apart = any(settings[source] != settings[found[0]] for source in found[1:])
         sources.append(found[0] if found and not apart else None)
-        exact.append(bool(found) and set[str]().union(*(before[source] for source in found)) == members)
+        former = set[str]().union(*(before[source] for source in found))
+        exact.append(bool(found) and (members <= former if part else members == former))
         if apart:
             conflicts.append(_difference(index, members, found, before, settings))
     here = set[str]().union(*present)

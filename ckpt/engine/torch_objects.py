@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from ckpt.engine.torch_layout import Layout
     from ckpt.engine.torch_parts import Parts
 
+
 def capture_objects(parts: Parts, layout: Layout, step: int) -> dict[str, Any]:
     """Return what :func:`restore_objects` puts back."""
     found: dict[str, Any] = {"engine": {"global_steps": step}, "optimizer": _capture_optimizers(parts, layout)}

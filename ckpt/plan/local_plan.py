@@ -106,11 +106,9 @@ class Group:
         return len(self.ranks), self.ranks
 
     def add(self, cell: Cell) -> None:
-        """Add a cell that must be written, if there is anything in it."""
-        nbytes = cell.nbytes
-        if nbytes:
-            self.cells.append(cell)
-            self.nbytes += nbytes
+        """Add a cell that must be written."""
+        self.cells.append(cell)
+        self.nbytes += cell.nbytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +140,8 @@ def plan_of_rank(view: RankView, exchange: Exchange, chunk_bytes: int = CHUNK_BY
     for group in sorted(own.values(), key=lambda one: one.order):
         if len(group.ranks) > level:  # groups of one size do not wait for each other
             level, before = len(group.ranks), owned
-        loads = exchange(group.ranks, before) if level > 1 else (0,)
+        asks = level > 1 and group.nbytes  # all members see alike whether there is anything to balance
+        loads = exchange(group.ranks, before) if asks else (0,) * level
         plans.append(plan_group(group, loads, sizes, chunk_bytes))
         owned += plans[-1].loads[group.ranks.index(view.rank)]
     return tuple(plans)
@@ -171,7 +170,8 @@ def groups_of(cells: Mapping[TensorSpec, Sequence[Cell]], derived: frozenset[str
                         one.add(Cell(spec, box, ranks))
         else:
             for cell in cells[spec]:
-                group(cell.ranks).add(cell)
+                if cell.box.volume:
+                    group(cell.ranks).add(cell)
     return groups
 
 

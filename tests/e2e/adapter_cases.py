@@ -327,15 +327,13 @@ def refusals(rank: int, world: int) -> dict[str, str]:
     weight.allreduce = True
     key = engine.optimizer.single_partition_of_fp32_groups[0]
     state = inner(engine).state[key]
-    attempt("moe layers", engine, "has_moe_layers", True)
     attempt("expert", weight, "allreduce", False)
     attempt("mpu", engine, "mpu", type("Mpu", (), {"get_model_parallel_world_size": lambda self: 2})())
-    attempt("autotp", engine, "autotp_size", lambda: 2)
-    attempt("sequence", engine, "sequence_parallel_size", 2)
     attempt("hpz", engine, "zero_hpz_partition_size", lambda: 2)
     attempt("quantized", engine, "zero_quantized_weights", lambda: True)
     attempt("zenflow", engine.optimizer, "zenflow", True)
-    attempt("pipeline", engine, "module", type("PipelineModule", (torch.nn.Module,), {})())
+    attempt("two stages on a rank", engine, "module", type("DualPipeVModule", (torch.nn.Module,), {})())
+    attempt("autoep", engine, "module", torch.nn.Sequential(type("AutoEPMoELayer", (torch.nn.Module,), {})()))
     attempt("wrapper", engine, "optimizer", type("NewOptimizer", (), {"optimizer": inner(engine)})())
     attempt("mid-accumulation", engine, "micro_steps", 3)
     inner(engine).state[key] = {**state, "factor": torch.zeros(3)}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ import torch.distributed as dist
 
 import ckpt
 from ckpt.engine.megatron import MegatronAdapter
+from ckpt.errors import CkptError
 from tests.harness.megatron_models import make_engine, snapshot, start, train
 
 
@@ -23,11 +23,14 @@ def continuation(rank: int, world: int, *, root: str, layout: dict[str, Any], en
     start(**layout)
     first = make_engine(**engine)
     train(first, 3)
+    refused = _settle(first)
     here = snapshot(first)
     report = ckpt.save(first, root)
     losses = train(first, 3, first=3)
+    _settle(first)
     final = snapshot(first)
-    found: dict[str, Any] = {"report": dataclasses.asdict(report), "losses": losses, "moved": here != final}
+    found: dict[str, Any] = {"report": dataclasses.asdict(report), "losses": losses, "refused": refused}
+    found["moved"] = here != final
     for label, target in (("fresh", make_engine(seed=7, **engine)), ("same", first)):
         notes = _loaded(target, root)
         again = ckpt.save(target, f"{root}-{label}") if label == "fresh" else None
@@ -35,10 +38,29 @@ def continuation(rank: int, world: int, *, root: str, layout: dict[str, Any], en
             "notes": notes,
             "state": _differing(here, snapshot(target)),
             "losses": train(target, 3, first=3) == losses,
+            "refused": _settle(target),
             "final": _differing(final, snapshot(target)),
             "divergences": list(again.divergences) if again else [],
         }
     return found
+
+
+def _settle(engine: Any) -> str:
+    """Gather parameters that a step has left to the next forward pass; return what a save says before."""
+    if not engine[0][0].ddp_config.overlap_param_gather:
+        return ""
+    error = _refusal(engine)
+    for chunk in engine[0]:
+        chunk.start_param_sync(force_sync=True)
+    return error
+
+
+def _refusal(engine: Any) -> str:
+    try:
+        MegatronAdapter(engine).describe()
+    except CkptError as error:
+        return f"{type(error).__name__}: {error}"
+    return "accepted"
 
 
 def _differing(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
@@ -49,81 +71,84 @@ def _differing(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
 
 
 def leave(rank: int, world: int, *, root: str, layout: dict[str, Any], engine: dict[str, Any]) -> None:
-    """Train with a plain optimizer and save; leave this rank's parameters and moments in a file, by Megatron's names."""
+    """Train with a plain optimizer and save; leave this rank's weights and moments in a file, by Megatron's names."""
+    from megatron.core import parallel_state as ps
+
     start(**layout)
     job = make_engine(**engine)
     train(job, 3)
     ckpt.save(job, root)
-    _leave(rank, job, root)
+    place = {
+        "tp": ps.get_tensor_model_parallel_rank(),
+        "pp": ps.get_pipeline_model_parallel_rank(),
+        "ep": ps.get_expert_model_parallel_rank(),
+    }
+    torch.save({"place": place, "state": _by_name(job)}, f"{root}-oracle{rank}")
 
 
-def _leave(rank: int, engine: Any, root: str) -> None:
-    from megatron.core import parallel_state as ps
-
+def _by_name(engine: Any) -> dict[str, dict[str, torch.Tensor]]:
     (chunk,), optimizer, _ = engine
-    (wrapper,) = optimizer.chained_optimizers
-    names = {id(getattr(p, "main_param", p)): name for name, p in chunk.module.named_parameters()}
-    stored = {
+    parameters = chunk.module.named_parameters()
+    names = {id(getattr(p, "main_param", p)): name.removeprefix("module.") for name, p in parameters}
+    return {
         names[id(key)]: {"weight": key.detach(), **wrapper.optimizer.state[key]}
+        for wrapper in optimizer.chained_optimizers
         for group in wrapper.optimizer.param_groups
         for key in group["params"]
     }
-    place = [ps.get_tensor_model_parallel_rank(), ps.get_pipeline_model_parallel_rank(), ps.get_data_parallel_rank()]
-    torch.save({"place": place, "state": stored}, Path(f"{root}-oracle{rank}"))
 
 
 def pass_on(
-    rank: int, world: int, *, source: str, target: str, layout: dict[str, Any], engine: dict[str, Any]
+    rank: int, world: int, *, source: str, into: str, layout: dict[str, Any], engine: dict[str, Any]
 ) -> dict[str, Any]:
     """Load what another layout saved and save it again."""
     start(**layout)
     job = make_engine(seed=7, **engine)
     notes = _loaded(job, source)
-    report = ckpt.save(job, target)
+    report = ckpt.save(job, into)
     return {"notes": notes, "divergences": list(report.divergences), "report": dataclasses.asdict(report)}
 
 
-def compare(
-    rank: int, world: int, *, root: str, oracle: str, ranks: int, layers: int, engine: dict[str, Any]
-) -> dict[str, Any]:
+def compare(rank: int, world: int, *, root: str, oracle: str, ranks: int, engine: dict[str, Any]) -> dict[str, Any]:
     """Load on one rank; compare with the files of :func:`leave`, put together by hand. Return what differs."""
     start()
     job = make_engine(seed=7, **engine)
     notes = _loaded(job, root)
-    (chunk,), optimizer, _ = job
-    (wrapper,) = optimizer.chained_optimizers
-    whole = _assembled([torch.load(f"{oracle}-oracle{r}", weights_only=True) for r in range(ranks)], layers)
-    wrong, seen = [], 0
-    for name, p in chunk.module.named_parameters():
-        key = getattr(p, "main_param", p)
-        state = {"weight": key.detach(), **wrapper.optimizer.state[key]}
-        for role, value in whole.pop(name).items():
-            seen += 1
-            if not torch.equal(state[role], value):
-                wrong.append(f"{name} {role}")
-    return {"notes": notes, "wrong": wrong, "left": sorted(whole), "seen": seen, "losses": train(job, 1, first=3)}
+    whole = _assembled([torch.load(f"{oracle}-oracle{r}", weights_only=True) for r in range(ranks)])
+    here = _by_name(job)
+    wrong = [f"{n} {k}" for n, roles in whole.items() for k, v in roles.items() if not torch.equal(here[n][k], v)]
+    return {"notes": notes, "wrong": wrong, "names": here.keys() == whole.keys(), "losses": train(job, 1, first=3)}
 
+
+LAYERS, EXPERTS = 4, 4
 
 _ROWS = ("word_embeddings.weight", "linear_qkv.weight", "linear_qkv.bias")
 _COLUMNS = ("linear_proj.weight", "linear_fc2.weight")
 _GATE_UP = ("linear_fc1.weight", "linear_fc1.bias")
 
 
-def _assembled(files: list[dict[str, Any]], layers: int) -> dict[str, dict[str, torch.Tensor]]:
+def _assembled(files: list[dict[str, Any]]) -> dict[str, dict[str, torch.Tensor]]:
     """Return the model of one rank: written down from how Megatron's layers compute, not from what they declare."""
-    stages = 1 + max(one["place"][1] for one in files)
+    sizes = {axis: 1 + max(one["place"][axis] for one in files) for axis in ("tp", "pp", "ep")}
+    state = {tuple(one["place"].values()): one["state"] for one in reversed(files)}  # of replicas the first
     whole: dict[str, dict[str, torch.Tensor]] = {}
-    for stage in range(stages):
-        parts = [one["state"] for one in sorted(files, key=lambda f: f["place"]) if one["place"][1:] == [stage, 0]]
-        for name in parts[0]:
-            if name.endswith("output_layer.weight"):
-                continue  # the last stage's copy of the embedding
-            fields = name.split(".")
-            if "layers" in fields:
-                at = fields.index("layers") + 1
-                fields[at] = str(int(fields[at]) + stage * layers // stages)
-            whole[".".join(fields)] = {k: _joined(name, [part[name][k] for part in parts]) for k in parts[0][name]}
+    for pp in range(sizes["pp"]):
+        for ep in range(sizes["ep"]):
+            parts = [state[tp, pp, ep] for tp in range(sizes["tp"])]
+            for name in parts[0]:
+                if not name.endswith("output_layer.weight"):  # the last stage's copy of the embedding
+                    shifted = _shifted(name, "layers", pp * LAYERS // sizes["pp"])
+                    shifted = _shifted(shifted, "local_experts", ep * EXPERTS // sizes["ep"])
+                    whole[shifted] = {k: _joined(name, [part[name][k] for part in parts]) for k in parts[0][name]}
     return whole
+
+
+def _shifted(name: str, what: str, by: int) -> str:
+    fields = name.split(".")
+    if what in fields:
+        at = fields.index(what) + 1
+        fields[at] = str(int(fields[at]) + by)
+    return ".".join(fields)
 
 
 def _joined(name: str, values: list[torch.Tensor]) -> torch.Tensor:
@@ -157,8 +182,56 @@ def declare(rank: int, world: int, *, layout: dict[str, Any], engine: dict[str, 
         "shards": [[s.spec.fqn, s.spec.role, list(s.spec.shape), [s.box.offsets, s.box.sizes]] for s in state.shards],
         "scaler": state.objects["loss_scaler"],
         "members": [group["params"] for group in state.objects["optimizer"]["groups"]],
-        "view": all(s.tensor.numel() == 1 or s.tensor._is_view() or s.tensor.ndim for s in state.shards),
     }
+
+
+def before_first_step(rank: int, world: int, *, root: str, engine: dict[str, Any]) -> dict[str, Any]:
+    """Save an engine that has not stepped; load it into one that has."""
+    start(tp=world)
+    first, second = make_engine(**engine), make_engine(seed=7, **engine)
+    ckpt.save(first, root)
+    here = snapshot(first)
+    losses = train(first, 2)
+    train(second, 2)
+    notes = _loaded(second, root)
+    return {"notes": notes, "state": _differing(here, snapshot(second)), "losses": train(second, 2) == losses}
+
+
+def generators(rank: int, world: int, *, root: str, tp: int, save: bool) -> dict[str, Any]:
+    """Save or load the generators of tensor-parallel regions, whose states are made up: only CUDA has real ones."""
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    start(tp=tp)
+    job = make_engine(layers=1)
+    tracker = get_cuda_rng_tracker()
+    tracker.set_states({"model-parallel-rng": torch.full((16,), rank if save else 99, dtype=torch.uint8)})
+    notes = []
+    if save:
+        ckpt.save(job, root)
+    else:
+        notes = _loaded(job, root)
+    return {"notes": notes, "state": tracker.get_states()["model-parallel-rng"].unique().tolist()}
+
+
+def schedules(rank: int, world: int, *, root: str) -> dict[str, str]:
+    """Load a checkpoint under schedules of other settings, as Megatron's own options decide."""
+    start()
+    job = make_engine(layers=1)
+    train(job, 3)
+    ckpt.save(job, root)
+    found = {}
+    for label, options in {
+        "neither": {"use_checkpoint_opt_param_scheduler": False},
+        "checkpoint": {"use_checkpoint_opt_param_scheduler": True},
+        "override": {"use_checkpoint_opt_param_scheduler": False, "override_opt_param_scheduler": True},
+    }.items():
+        other = make_engine(layers=1, scheduler={"max_lr": 5e-2, **options})
+        try:
+            ckpt.load(other, root)
+            found[label] = f"{other[2].max_lr:g} {other[2].num_steps}"
+        except CkptError as error:
+            found[label] = f"{type(error).__name__}: {error}"
+    return found
 
 
 def padding(rank: int, world: int, *, root: str, source: dict[str, Any], engine: dict[str, Any]) -> Any:
@@ -185,22 +258,18 @@ def refusals(rank: int, world: int) -> dict[str, str]:
     start(tp=world)
     job = make_engine(distributed=True)
     train(job, 1)
-    (chunk,), optimizer, scheduler = job
+    (chunk,), optimizer, _ = job
     (wrapper,) = optimizer.chained_optimizers
     errors: dict[str, str] = {}
 
     def attempt(label: str, engine: Any = job) -> None:
-        try:
-            MegatronAdapter(engine).describe()
-            errors[label] = "accepted"
-        except Exception as error:
-            errors[label] = f"{type(error).__name__}: {error}"
+        errors[label] = _refusal(engine)
 
     def with_value(label: str, owner: Any, name: str, value: Any) -> None:
-        present = vars(owner).get(name)
+        present = getattr(owner, name)
         setattr(owner, name, value)
         attempt(label)
-        setattr(owner, name, present) if present is not None else delattr(owner, name)
+        setattr(owner, name, present)
 
     attempt("fine")
     config = type("Config", (), {"use_precision_aware_optimizer_no_fp8_or_ds_fp8": True})()
@@ -209,7 +278,9 @@ def refusals(rank: int, world: int) -> dict[str, str]:
     with_value("fsdp", chunk, "ddp_config", type("Config", (), {"use_megatron_fsdp": True})())
     with_value("gradients", chunk.bucket_groups[0], "grad_reduce_handle", object())
     with_value("gather", chunk.bucket_groups[0], "param_gather_handle", object())
-    attempt("wrapper", (chunk, type("LayerWiseDistributedOptimizer", (type(wrapper),), vars(wrapper))._new(wrapper)))
+    other = object.__new__(type("LayerWiseDistributedOptimizer", (type(wrapper),), {}))
+    vars(other).update(vars(wrapper))
+    attempt("wrapper", (chunk, other))
     model = chunk.module
     model.stray = torch.nn.Parameter(torch.zeros(3))
     plain = type(model).sharded_state_dict

@@ -103,7 +103,7 @@ def test_zero_moments_prove_nothing_until_they_move():
         return sum(c[state] for c in reports[name]["claims"] if c["role"].startswith("exp_avg"))
 
     assert moments("before", "proved") == 0
-    assert moments("before", "unproved") > 100_000
+    assert moments("before", "unproved") > 90_000, "almost all of both"
     assert moments("after", "unproved") < 0.01 * moments("before", "unproved")
     assert moments("both", "proved") == moments("after", "proved")
     assert reports["both"]["probes"] == 2
@@ -139,7 +139,7 @@ def test_a_plain_state_dict_shows_its_copies_by_itself():
     assert whole["embed.weight"] == "0-1"
     assert "running" not in whole, "each rank has statistics of its own"
     sizes = report["bytes"]
-    assert sizes["across"] == sizes["unique"] - 2 * 3 * 24 * 2
+    assert sizes["across"] == sizes["unique"] - 2 * 3 * 24 * 4, "all but both ranks' own statistics"
     assert sizes["within"] == sizes["derivable"] == 0
 
 

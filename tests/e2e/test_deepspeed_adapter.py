@@ -241,15 +241,13 @@ def test_same_losses_in_another_layout_of_the_same_arithmetic(tmp_path: Any) -> 
 
 def test_what_cannot_be_expressed_is_refused_by_name() -> None:
     expected = {
-        "moe layers": "UnsupportedLayout: .*mixture-of-experts",
         "expert": "UnsupportedLayout: .*'positions': an expert",
-        "mpu": r"UnsupportedLayout: .*get_model_parallel_world_size\(\) is 2",
-        "autotp": "UnsupportedLayout: .*AutoTP",
-        "sequence": "UnsupportedLayout: .*sequence parallelism",
+        "mpu": r"UnsupportedLayout: .*get_model_parallel_world_size\(\) is 2, but neither .* says which ranks",
         "hpz": "UnsupportedLayout: .*hpZ",
         "quantized": "UnsupportedLayout: .*quantized weights",
         "zenflow": "UnsupportedLayout: .*ZenFlow",
-        "pipeline": "UnsupportedLayout: .*pipeline parallelism",
+        "two stages on a rank": "UnsupportedLayout: .*DualPipeV",
+        "autoep": "UnsupportedLayout: .*AutoEP",
         "wrapper": "UnsupportedLayout: .*unknown optimizer wrapper NewOptimizer",
         "mid-accumulation": "ConfigError: .*accumulation window.*found 3",
         "odd state": r"UnsupportedLayout: .*'factor' of 'positions' is a tensor of shape \[3\]",

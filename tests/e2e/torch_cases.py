@@ -30,8 +30,9 @@ def digests(adapter: EngineAdapter) -> dict[str, str]:
     return found
 
 
-def resume(rank: int, world: int, *, root: str, layout: str, before: int = 3, after: int = 3, **options: Any) -> Any:
-    """Train, save, train on; load into a fresh engine of other weights and train on from there."""
+def resume(rank: int, world: int, *, root: str, layout: str, warm: int = 0, **options: Any) -> Any:
+    """Train, save, train on; load into an engine of other weights (``warm`` steps old) and train on from there."""
+    before, after = 3, 3
     first = make_job(layout, **options)
     first.train(before)
     captured = held(adapter_for(first.engine))  # type: ignore[arg-type]
@@ -39,6 +40,7 @@ def resume(rank: int, world: int, *, root: str, layout: str, before: int = 3, af
     losses = first.train(after, start=before)
     final = held(adapter_for(first.engine))  # type: ignore[arg-type]
     second = make_job(layout, seed=7, **options)
+    second.train(warm)
     adapter: Any = adapter_for(second.engine)
     here = pointers(adapter)
     loaded = ckpt.load(second.engine, root)
@@ -66,16 +68,22 @@ def save_from(rank: int, world: int, *, root: str, layout: str, steps: int = 2, 
     """Train and save; return the whole state's hashes."""
     job = make_job(layout, **options)
     job.train(steps)
+    sizes = [t.numel() * t.element_size() for t in collect(adapter_for(job.engine)).values()]
     report = ckpt.save(job.engine, root, step=steps)
-    return {"state": digests(adapter_for(job.engine)), "written": report.bytes_written, "unique": report.bytes_unique}
+    return {
+        "state": digests(adapter_for(job.engine)),
+        "written": report.bytes_written,
+        "unique": report.bytes_unique,
+        "whole": sum(sizes),
+    }
 
 
-def load_all(rank: int, world: int, *, roots: dict[str, str], layout: str, **options: Any) -> Any:
+def load_all(rank: int, world: int, *, roots: dict[str, str], layout: str, cast: bool = False, **options: Any) -> Any:
     """Load checkpoint after checkpoint into one engine; return the whole state's hashes behind each."""
     job = make_job(layout, seed=7, **options)
     found = {}
     for name, root in roots.items():
-        report = ckpt.load(job.engine, root)
+        report = ckpt.load(job.engine, root, cast=cast)
         found[name] = {
             "state": digests(adapter_for(job.engine)),
             "strays": [*report.missing, *report.unexpected, *report.casts],

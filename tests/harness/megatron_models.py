@@ -71,7 +71,10 @@ def make_engine(
         **(config or {}),
     )  # fmt: skip
     sync = DistributedDataParallelConfig(
-        use_distributed_optimizer=distributed, overlap_param_gather=overlap, overlap_grad_reduce=overlap, bucket_size=5000
+        use_distributed_optimizer=distributed,
+        overlap_param_gather=overlap,
+        overlap_grad_reduce=overlap,
+        bucket_size=5000,
     )
     chunks = []
     for stage in range(virtual or 1):

@@ -59,10 +59,12 @@ def _no_fork(self: Any, name: str = "") -> Iterator[None]:
 def install() -> None:
     """Pretend, in this process, until it ends."""
     from megatron.core.tensor_parallel import random
+    from megatron.core.transformer.moe import moe_utils
 
     torch.cuda.current_device = lambda: _HOST
     torch.cuda.synchronize = lambda *_, **__: None
     torch.cuda.Stream = _Stream
     torch.cuda.current_stream = lambda *_: _Stream()
     random.CudaRNGStatesTracker.fork = _no_fork
+    moe_utils.te_general_gemm = None  # asked for by name, but only there with the Transformer Engine
     _OnHost().__enter__()

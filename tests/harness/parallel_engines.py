@@ -83,6 +83,9 @@ class Engine:
 
 def build(layout: dict[str, Any], seed: int = 0) -> Engine:
     """Return an engine of this layout. A collective; ``seed`` gives other weights, the same on all ranks."""
+    import deepspeed
+
+    deepspeed.init_distributed("gloo")
     known = {"kind", "stage", "dtype", "tp", "pp", "ep", "gas", "rules", "optimizer", "split", "positions", "noisy"}
     options = {k: v for k, v in layout.items() if k not in known}
     config = ds_config(layout["stage"], layout["dtype"], gas=layout.get("gas", 1), **options)

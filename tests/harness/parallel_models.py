@@ -228,8 +228,9 @@ class Mpu:
         world, rank = dist.get_world_size(), dist.get_rank()
         rows = [list(range(i, i + tp)) for i in range(0, world, tp)]
         columns = [list(range(i, world, tp)) for i in range(tp)]
-        self.tp = next(g for ranks in rows if (g := dist.new_group(ranks)) and rank in ranks)
-        self.dp = next(g for ranks in columns if (g := dist.new_group(ranks)) and rank in ranks)
+        groups = {tuple(ranks): dist.new_group(ranks) for ranks in [*rows, *columns]}  # every rank makes them all
+        self.tp = next(groups[tuple(ranks)] for ranks in rows if rank in ranks)
+        self.dp = next(groups[tuple(ranks)] for ranks in columns if rank in ranks)
 
     def get_model_parallel_group(self) -> Any:
         return self.tp

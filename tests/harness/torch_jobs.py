@@ -10,7 +10,20 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import ckpt
-from tests.harness.torch_models import FUSED_RULES, LAYERS, RULES, Tp, batch, groups_of, loss_of, part_of_model
+from tests.harness.torch_models import (
+    CONTEXT,
+    FUSED_RULES,
+    LAYERS,
+    RULES,
+    VOCAB,
+    WIDTH,
+    Tp,
+    batch,
+    global_name,
+    groups_of,
+    loss_of,
+    part_of_model,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -169,15 +182,17 @@ def _three_d(seed: int, *, optimizer: str, how: str = "rules", dp: str = "all-re
     if dp == "fsdp2":
         model = _sharded(model, mesh["dp"], reshard_after_forward=False)
     optim = _optimizer(optimizer, model)
-    runner = PipelineStage(model, stage, 2, torch.device("cpu"), group=groups["pp"])
+    # Stated, not found out by a trial run of the module, which would count in its buffers.
+    tokens, hidden, logits = (torch.empty(2, CONTEXT, *more, device="meta") for more in ((), (WIDTH,), (VOCAB,)))
+    ends_of = [(tokens.long(), hidden.requires_grad_()), (hidden, logits.requires_grad_())][stage]
+    shapes = {"input_args": (ends_of[0],), "output_args": (ends_of[1],)}
+    runner = PipelineStage(model, stage, 2, torch.device("cpu"), group=groups["pp"], **shapes)
     schedule = ScheduleGPipe(runner, n_microbatches=2, loss_fn=loss_of)
     ends = model.embed.weight if stage == 0 else model.head.weight
 
     def after_backward() -> None:
-        gradients = [ends.grad] if dp == "fsdp2" else [p.grad for p in model.parameters()]
-        if dp != "fsdp2":
-            for grad in gradients:
-                dist.all_reduce(grad, op=dist.ReduceOp.AVG if dp == "nccl" else dist.ReduceOp.SUM, group=groups["dp"])
+        for p in model.parameters() if dp == "all-reduce" else ():
+            dist.all_reduce(p.grad, group=groups["dp"])
         local = getattr(ends.grad, "_local_tensor", ends.grad)
         dist.all_reduce(local, group=groups["pp"])  # the tied weights are one
 
@@ -185,8 +200,6 @@ def _three_d(seed: int, *, optimizer: str, how: str = "rules", dp: str = "all-re
     if how == "rules":
         named["rules"] = {**RULES, "names": [{"match": r"stage1\.blocks\.(\d+)\.(.*)", "name": "blocks.{1+1}.{2}"}]}
     else:
-        from tests.harness.torch_models import global_name
-
         named["names"] = lambda name: global_name(name, first)
     shown = schedule if how == "rules" else runner
     return _finished(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from ckpt.analysis.holdings import Holdings, holdings_of
+from ckpt.analysis.holdings import holdings_of
 from ckpt.describe.closed import holdings
 from ckpt.describe.exact import rank_layout
 from ckpt.describe.model import Described, ModelSpec, Split, Tied
@@ -13,20 +13,17 @@ from ckpt.describe.parallel import STATE, Parallel
 from ckpt.describe.placement import Description
 from ckpt.errors import ConfigError
 from ckpt.layout.graph import ShardGraph
+from tests.harness.descriptions import canonical
 
 HEAD = 2
-
-
-def canonical(found: Holdings) -> object:
-    """Return what does not depend on how sets of ranks are numbered."""
-    tensors = []
-    for t in found.tensors:
-        rows = sorted(
-            (tuple(found.sets[int(n)] for n in row), int(volume))
-            for row, volume in zip(t.holders, t.volume, strict=True)
-        )
-        tensors.append((t.fqn, t.shape, t.columns, t.derived, rows))
-    return found.world, tensors, found.aliases
+ENGINES_AND_STAGES = [
+    ("ddp", 0),
+    *(("deepspeed", zero) for zero in range(4)),
+    ("fsdp2", 3),
+    ("zero_redundancy_optimizer", 1),
+    ("megatron", 0),
+    ("megatron", 1),
+]
 
 
 @st.composite
@@ -63,12 +60,7 @@ def models(draw) -> ModelSpec:
 def layouts(draw, model: ModelSpec) -> Parallel:
     pp = draw(st.integers(1, 3))
     cuts = sorted(draw(st.lists(st.integers(0, model.layers), min_size=pp - 1, max_size=pp - 1)))
-    engine, zero = draw(
-        st.sampled_from(
-            [("ddp", 0), ("deepspeed", 0), ("deepspeed", 1), ("deepspeed", 2), ("deepspeed", 3), ("fsdp2", 3)]
-            + [("zero_redundancy_optimizer", 1), ("megatron", 0), ("megatron", 1)]
-        )
-    )
+    engine, zero = draw(st.sampled_from(ENGINES_AND_STAGES))
     dp, cp = draw(st.sampled_from([(1, 1), (2, 1), (3, 1), (4, 1), (1, 2), (2, 2), (6, 1)]))
     shards = [s for s in range(1, dp * cp + 1) if dp * cp % s == 0]
     return Parallel(

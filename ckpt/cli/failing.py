@@ -1,0 +1,86 @@
+"""Which ranks fail together, as the command line says it: ``rank``, ``host``, or a file of a user's own domains."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ckpt.analysis.domains import HOST, RANK, Domains
+from ckpt.describe.read import MAX_BYTES, parse
+from ckpt.errors import ConfigError
+
+if TYPE_CHECKING:
+    from ckpt.cli.subject import Subject
+
+
+def domains_of(subject: Subject, wanted: str | None) -> Domains:
+    """Return the domains of a job.
+
+    Args:
+        subject: what is looked at.
+        wanted: ``rank``, ``host``, path of a file, or None for hosts as far as they are known, else ranks.
+
+    Raises:
+        ConfigError: hosts are wanted and not known, or the file does not describe domains of this job.
+    """
+    world = subject.holdings.world
+    if wanted == RANK:
+        return Domains.by_rank(world)
+    if wanted in (None, HOST):
+        if subject.hosts is not None:
+            return subject.hosts
+        if wanted == HOST:
+            raise ConfigError(f"--domains host: the hosts of {subject.name} are not known")
+        return Domains.by_rank(world)
+    try:
+        with Path(wanted).open("rb") as file:
+            text = file.read(MAX_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(
+            f"--domains {wanted!r}: expected rank, host, or a file, which cannot be read: {error.strerror or error}"
+        ) from error
+    return _domains_in(parse(text, wanted), world, subject.hosts, wanted)
+
+
+def _domains_in(plain: Mapping[str, Any], world: int, hosts: Domains | None, where: str) -> Domains:
+    """Return the domains that a file describes.
+
+    ::
+
+        kind: rack                                # may be left out, with the line that follows it
+        domains:
+          a: 0-63                                 # ranks
+          b: [64, 65, 66]
+          c: host:9-12,host:20                    # or hosts, where they are known
+    """
+    unknown = sorted(set(plain) - {"kind", "domains"})
+    if "domains" not in plain:
+        kind, named = "domain", plain
+    elif unknown:
+        raise ConfigError(f"{where}: unknown key(s) beside kind and domains: {', '.join(unknown)}")
+    else:
+        kind, named = str(plain.get("kind", "domain")), plain["domains"]
+    if not isinstance(named, Mapping) or not named:
+        raise ConfigError(f"{where}: domains: expected names and their ranks, found {type(named).__name__}")
+    found: dict[str, list[int]] = {}
+    problems = []
+    for name, members in named.items():
+        try:
+            found[str(name)] = _ranks(members, world, hosts)
+        except ConfigError as error:
+            problems.append(f"{name}: {error}")
+    if problems:
+        raise ConfigError("\n  - ".join([f"{where}: {len(problems)} problem(s)", *problems]))
+    return Domains.of(kind, world, found)
+
+
+def _ranks(members: object, world: int, hosts: Domains | None) -> list[int]:
+    if isinstance(members, list) and all(type(member) is int for member in members):
+        return members
+    if type(members) is int:
+        return [members]
+    if not isinstance(members, str):
+        raise ConfigError(f"expected ranks, as a list of numbers or as text (0-7, host:3), found {members!r}")
+    named = members if ":" in members.partition(",")[0] else f"{RANK}:{members}"
+    return list((hosts or Domains.by_rank(world)).parse(named))

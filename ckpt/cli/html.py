@@ -1,0 +1,2 @@
+def write(page, subject, report):
+    pass

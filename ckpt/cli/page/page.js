@@ -1,0 +1,265 @@
+"use strict";
+// Draws the heat map: rows are groups of ranks, columns are layers. Names reach the page as text only (textContent,
+// fillText), never as markup.
+(() => {
+  const data = JSON.parse(document.getElementById("data").textContent);
+  const { layers, held, columns: rows } = data.heat;
+  const [map, axis, cells, tip, legend] = ["map", "axis", "cells", "tip", "legend"].map((id) => document.getElementById(id));
+  const [roleChoice, countChoice] = [document.getElementById("role"), document.getElementById("count")];
+  const CLASSES = ["0: lost", "1", "2", "3–4", "5–8", "9–16", "17–64", "65 and more"];
+  const LAYER = 0, COPIES = 1, DOMAINS = 2, HELD = 3, LEAST = 4, MOST = 5; // of a cell
+  const at = rows.map((row) => new Map(row.cells.map((cell) => [cell[LAYER], cell])));
+  const label = shortNames(layers);
+  let size = { left: 0, top: 0, width: 0, height: 0 }; // of the labels, and of one cell
+  let here = null; // {row, layer} that is pointed at
+
+  // ------------------------------------------------------------------------------------------------ what a cell says
+
+  function classOf(copies) {
+    return copies <= 1 ? Math.max(0, copies) : copies <= 16 ? Math.ceil(Math.log2(copies)) + 1 : copies <= 64 ? 6 : 7;
+  }
+
+  function copiesOf(cell) {
+    const domains = countChoice.value === "domains";
+    if (!roleChoice.value) return cell[domains ? DOMAINS : COPIES];
+    const one = held[cell[HELD]].find(([role]) => role === roleChoice.value);
+    return one ? one[domains ? 2 : 1] : null;
+  }
+
+  function bytes(n) {
+    for (const unit of ["B", "kB", "MB", "GB", "TB"]) {
+      if (n < 999.995 || unit === "TB") return `${unit === "B" ? n : n.toFixed(2)} ${unit}`;
+      n /= 1000;
+    }
+  }
+
+  const many = (n, noun) => `${n.toLocaleString("en")} ${noun}${n === 1 ? "" : noun === "copy" ? "" : "s"}`;
+  const copyWord = (n) => `${n.toLocaleString("en")} ${n === 1 ? "copy" : "copies"}`;
+  const kind = data.domain;
+
+  function some(text, count) {
+    const runs = text.split(",");
+    return runs.length <= 4 ? runs.join(", ") : `${runs.slice(0, 4).join(", ")}, … (${many(count, "rank")})`;
+  }
+
+  function shortNames(names) { // what all numbered names begin with says nothing
+    const numbered = names.filter((name) => /\.\d+$/.test(name));
+    const stem = numbered.length ? numbered[0].replace(/\d+$/, "") : "";
+    return names.map((name) => (stem && name.startsWith(stem) && name.length > stem.length ? name.slice(stem.length) : name));
+  }
+
+  // ------------------------------------------------------------------------------------------------------- drawing
+
+  function colour(name) {
+    return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+  }
+
+  function sharp(canvas, width, height) { // a canvas whose units are CSS pixels on any screen
+    const scale = window.devicePixelRatio || 1;
+    canvas.width = Math.round(width * scale);
+    canvas.height = Math.round(height * scale);
+    canvas.style.width = `${width}px`;
+    canvas.style.height = `${height}px`;
+    const pen = canvas.getContext("2d");
+    pen.scale(scale, scale);
+    pen.font = `11px ${getComputedStyle(document.body).fontFamily}`;
+    pen.textBaseline = "middle";
+    return pen;
+  }
+
+  function fill(pen, shade, number, x, y, width, height) {
+    pen.fillStyle = shade[number];
+    pen.fillRect(x, y, width, height);
+    if (number === 0) { // not by colour alone
+      pen.strokeStyle = shade.paper;
+      pen.beginPath();
+      pen.moveTo(x, y); pen.lineTo(x + width, y + height);
+      pen.moveTo(x + width, y); pen.lineTo(x, y + height);
+      pen.stroke();
+    }
+  }
+
+  function cut(pen, text, width) {
+    if (pen.measureText(text).width <= width) return text;
+    while (text.length > 1 && pen.measureText(`${text}…`).width > width) text = text.slice(0, -1);
+    return `${text}…`;
+  }
+
+  function draw() {
+    const shade = CLASSES.map((_, number) => colour(`--c${number}`));
+    shade.paper = colour("--paper");
+    const rowText = rows.map((row) => some(row.ranks, row.count));
+    const probe = axis.getContext("2d");
+    probe.font = `11px ${getComputedStyle(document.body).fontFamily}`;
+    const widest = (texts, most) => Math.min(most, Math.ceil(Math.max(0, ...texts.map((t) => probe.measureText(t).width))));
+    size.left = widest(rowText, 150) + 10;
+    size.top = widest(label, 96) + 12;
+    const room = map.parentElement.clientWidth - size.left - 2;
+    size.width = Math.max(5, Math.min(64, room / Math.max(1, layers.length)));
+    size.height = Math.max(3, Math.min(28, Math.floor(620 / Math.max(1, rows.length))));
+    const width = size.left + size.width * layers.length;
+    map.classList.toggle("wide", width > map.parentElement.clientWidth + 1);
+
+    drawAxis(sharp(axis, width, size.top));
+    const pen = sharp(cells, width, size.height * rows.length + 2);
+    pen.fillStyle = colour("--empty");
+    pen.fillRect(size.left, 0, size.width * layers.length, size.height * rows.length);
+    const gap = size.width >= 8 ? 1 : 0;
+    const slit = size.height >= 6 ? 1 : 0;
+    const used = CLASSES.map(() => 0);
+    rows.forEach((row, y) => {
+      for (const cell of row.cells) {
+        const copies = copiesOf(cell);
+        if (copies === null) continue;
+        const number = classOf(copies);
+        used[number] += 1;
+        const x = size.left + cell[LAYER] * size.width;
+        fill(pen, shade, number, x, y * size.height, size.width - gap, size.height - slit);
+      }
+    });
+    pen.fillStyle = colour("--quiet");
+    pen.textAlign = "right";
+    const every = Math.ceil(13 / size.height);
+    rowText.forEach((text, y) => {
+      if (y % every === 0) pen.fillText(cut(pen, text, size.left - 8), size.left - 6, y * size.height + Math.max(6, size.height / 2));
+    });
+    if (here) outline(pen);
+    drawLegend(shade, used);
+    cells.dataset.cells = used.reduce((a, b) => a + b, 0);
+    Object.assign(cells.dataset, { left: size.left, cellWidth: size.width, cellHeight: size.height });
+    cells.setAttribute("aria-label",
+      `Heat map: ${many(rows.length, "row")} of ranks by ${many(layers.length, "layer")}, coloured by number of copies`);
+  }
+
+  function drawAxis(pen) {
+    pen.fillStyle = colour("--quiet");
+    const every = Math.ceil(12 / size.width);
+    label.forEach((text, x) => {
+      const numbered = text !== layers[x];
+      if (numbered && Number(text) % every) return; // 0, 5, 10 …
+      pen.save();
+      pen.translate(size.left + (x + 0.5) * size.width, size.top - 5);
+      if (!numbered || pen.measureText(text).width > size.width * every - 2) {
+        pen.rotate(-Math.PI / 2);
+        pen.textAlign = "left";
+      } else {
+        pen.translate(0, -4);
+        pen.textAlign = "center";
+      }
+      pen.fillText(cut(pen, text, 96), 0, 0);
+      pen.restore();
+    });
+  }
+
+  function drawLegend(shade, used) {
+    legend.replaceChildren(...CLASSES.map((text, number) => {
+      const item = document.createElement("li");
+      const swatch = document.createElement("canvas");
+      item.append(swatch, number === 1 ? "1 copy" : text);
+      item.classList.toggle("unused", !used[number]);
+      item.title = many(used[number], "cell");
+      fill(sharp(swatch, 14, 14), shade, number, 0, 0, 14, 14);
+      return item;
+    }));
+  }
+
+  function outline(pen) {
+    pen.strokeStyle = colour("--ink");
+    pen.lineWidth = 2;
+    pen.strokeRect(size.left + here.layer * size.width, here.row * size.height, size.width, Math.max(4, size.height));
+  }
+
+  // ------------------------------------------------------------------------------------------ pointing and walking
+
+  function element(tag, text, parent) {
+    const made = document.createElement(tag);
+    made.textContent = text;
+    parent.append(made);
+    return made;
+  }
+
+  function describe(row, layer) {
+    const cell = at[row].get(layer);
+    const { ranks, count, domains } = rows[row];
+    tip.replaceChildren();
+    element("b", `rank ${some(ranks, count)}`, tip);
+    if (kind !== "rank") element("div", `${kind} ${domains.length > 60 ? `${domains.slice(0, 60)}…` : domains}`, tip);
+    element("code", layers[layer], tip);
+    if (!cell) {
+      element("div", "holds nothing of this layer", tip);
+      return;
+    }
+    const where = kind === "rank" ? "" : ` on ${many(cell[DOMAINS], kind)}`;
+    const said = element("div", `whole state: ${copyWord(cell[COPIES])}${where}`, tip);
+    said.className = `verdict ${cell[DOMAINS] > data.k ? "good" : "bad"}`;
+    said.append(cell[DOMAINS] < 1 ? ": cannot be rebuilt" : cell[DOMAINS] > data.k
+      ? `: survives any ${many(cell[DOMAINS] - 1, kind)}` : ": must be written");
+    const table = element("table", "", tip);
+    const head = element("tr", "", table);
+    for (const text of kind === "rank" ? ["role", "copies"] : ["role", "copies", `${kind}s`]) element("th", text, head);
+    for (const one of held[cell[HELD]]) {
+      const line = element("tr", "", table);
+      one.slice(0, kind === "rank" ? 2 : 3).forEach((value) => element("td", value.toLocaleString("en"), line));
+    }
+    const each = count > 1 ? " on each rank" : "";
+    const least = bytes(cell[LEAST]);
+    const most = bytes(cell[MOST]);
+    element("div", least === most ? `${most}${each}` : `${least} to ${most}${each}`, tip);
+  }
+
+  function show(row, layer) {
+    if (here && here.row === row && here.layer === layer) return;
+    here = { row, layer };
+    describe(row, layer);
+    tip.hidden = false;
+    const x = size.left + (layer + 1) * size.width + 10;
+    const y = size.top + (row + 1) * size.height + 8;
+    const over = x + tip.offsetWidth > map.clientWidth + map.scrollLeft;
+    tip.style.left = `${Math.max(0, over ? x - tip.offsetWidth - size.width - 20 : x)}px`;
+    const below = map.getBoundingClientRect().top + y + tip.offsetHeight > window.innerHeight;
+    tip.style.top = `${Math.max(0, below ? y - tip.offsetHeight - size.height - 16 : y)}px`;
+    frame();
+  }
+
+  function hide() {
+    here = null;
+    tip.hidden = true;
+    frame();
+  }
+
+  let waiting = false;
+  function frame() { // at most one drawing for each picture that is shown
+    if (waiting) return;
+    waiting = true;
+    requestAnimationFrame(() => { waiting = false; draw(); });
+  }
+
+  cells.addEventListener("pointermove", (event) => {
+    const layer = Math.floor((event.offsetX - size.left) / size.width);
+    const row = Math.floor(event.offsetY / size.height);
+    if (layer >= 0 && layer < layers.length && row >= 0 && row < rows.length) show(row, layer);
+    else hide();
+  });
+  cells.addEventListener("pointerleave", hide);
+  cells.addEventListener("focus", () => { if (!here && cells.matches(":focus-visible") && layers.length) show(0, 0); });
+  cells.addEventListener("blur", hide);
+  cells.addEventListener("keydown", (event) => {
+    const step = { ArrowLeft: [0, -1], ArrowRight: [0, 1], ArrowUp: [-1, 0], ArrowDown: [1, 0], PageUp: [-16, 0],
+      PageDown: [16, 0], Home: [0, -layers.length], End: [0, layers.length] }[event.key];
+    if (event.key === "Escape") hide();
+    if (!step || !layers.length || !rows.length) return;
+    event.preventDefault();
+    const { row, layer } = here || { row: 0, layer: 0 };
+    const inside = (value, length) => Math.max(0, Math.min(length - 1, value));
+    show(inside(row + step[0], rows.length), inside(layer + step[1], layers.length));
+  });
+
+  for (const role of new Set(held.flatMap((list) => list.map(([name]) => name)))) {
+    element("option", role, roleChoice).value = role;
+  }
+  roleChoice.addEventListener("change", frame);
+  countChoice.addEventListener("change", frame);
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", frame);
+  new ResizeObserver(frame).observe(map.parentElement);
+  draw();
+})();

@@ -1,0 +1,33 @@
+"""Rank functions of test_described.py: what a live engine of this rank declares, as plain data."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ckpt.engine.find import adapter_for
+from tests.harness.models import make_engine, train
+
+
+def deepspeed(rank: int, world: int, *, stage: int, dtype: str, **options: Any) -> dict[str, Any]:
+    """Return the declarations of a DeepSpeed engine after one step."""
+    engine = make_engine(stage, dtype, **options)
+    train(engine, 1)
+    return _declared(engine)
+
+
+def torch_job(rank: int, world: int, *, layout: str, **options: Any) -> dict[str, Any]:
+    """Return the declarations of a torch loop after one step."""
+    from tests.harness.torch_jobs import make_job
+
+    job = make_job(layout, **options)
+    job.train(1)
+    return _declared(job.engine)
+
+
+def _declared(engine: Any) -> dict[str, Any]:
+    state = adapter_for(engine).describe()
+    shards = [
+        [s.spec.fqn, s.spec.role, s.spec.dtype, list(s.spec.shape), list(s.box.offsets), list(s.box.sizes)]
+        for s in state.shards
+    ]
+    return {"shards": shards, "aliases": state.aliases, "derived": sorted(state.derived)}

@@ -1,0 +1,80 @@
+"""Live equals described: what a training engine's ranks declare, and the same from its file of shapes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ckpt.analysis.holdings import Holdings, holdings_of
+from ckpt.describe.closed import holdings
+from ckpt.layout.box import Box
+from ckpt.layout.graph import ShardGraph
+from ckpt.layout.spec import RankLayout, Shard, TensorSpec
+from tests.harness.descriptions import TINY_GPT, TORCH_GPT, canonical, described
+from tests.harness.pool import ranks
+
+
+def live(world: int, case: str, **options: Any) -> Holdings:
+    layouts = []
+    for rank, found in enumerate(ranks(world, f"tests.e2e.describe_cases:{case}", timeout=60, **options).values()):
+        shards = tuple(
+            Shard(TensorSpec(fqn, role, dtype, tuple(shape)), Box(tuple(offsets), tuple(sizes)))
+            for fqn, role, dtype, shape, offsets, sizes in found["shards"]
+        )
+        layouts.append(RankLayout(rank, shards, tuple(found["aliases"].items()), tuple(found["derived"])))
+    graph = ShardGraph.build(layouts)
+    graph.check()
+    return holdings_of(graph)
+
+
+def check(found: Holdings, expected: Holdings) -> None:
+    (world, tensors, aliases), (n, wanted, tied) = canonical(found), canonical(expected)
+    assert {fqn: t for fqn, t in tensors.items() if t != wanted.get(fqn)} == {
+        fqn: t for fqn, t in wanted.items() if t != tensors.get(fqn)
+    }
+    assert (world, aliases) == (n, tied)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize(("dtype", "full"), [("bf16", "bfloat16"), ("fp32", "float32")])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_deepspeed(stage: int, dtype: str, full: str, world: int) -> None:
+    found = live(world, "deepspeed", stage=stage, dtype=dtype)
+    expected = described(TINY_GPT, engine="deepspeed", zero=stage, dp=world, dtype=full, decay_groups=True)
+    check(found, holdings(expected))
+
+
+@pytest.mark.parametrize(
+    ("stage", "options", "parallel"),
+    [
+        (1, {"groups": 1}, {"decay_groups": False}),
+        (2, {"optimizer": "SGD"}, {"optimizer": "sgd"}),
+        (3, {"optimizer": "SGD", "optimizer_options": {"momentum": 0.9}}, {"optimizer": "sgd"}),
+        (1, {"grad_accum_dtype": "fp32"}, {}),
+        (3, {"zero": {"sub_group_size": 2000}}, {}),
+        (1, {"dtype": "fp16"}, {"dtype": "float16"}),
+    ],
+    ids=["one group", "SGD", "SGD, zero 3", "BF16_Optimizer", "sub-groups", "fp16"],
+)
+def test_deepspeed_options(stage: int, options: dict[str, Any], parallel: dict[str, Any]) -> None:
+    found = live(3, "deepspeed", stage=stage, **{"dtype": "bf16", **options})
+    said = {"engine": "deepspeed", "zero": stage, "dp": 3, "decay_groups": True} | parallel
+    check(found, holdings(described(TINY_GPT, **said)))
+
+
+@pytest.mark.parametrize(
+    ("layout", "world", "parallel"),
+    [
+        ("ddp", 2, {"engine": "ddp", "dp": 2}),
+        ("zero1", 3, {"engine": "zero_redundancy_optimizer", "zero": 1, "dp": 3}),
+        ("fsdp2", 3, {"engine": "fsdp2", "zero": 3, "dp": 3}),
+        ("hsdp", 4, {"engine": "fsdp2", "zero": 3, "dp": 4, "shard": 2}),
+        ("tp", 2, {"engine": "ddp", "tp": 2}),
+        ("fsdp2 x tp", 4, {"engine": "fsdp2", "zero": 3, "dp": 2, "tp": 2}),
+    ],
+)
+def test_torch(layout: str, world: int, parallel: dict[str, Any]) -> None:
+    found = live(world, "torch_job", layout=layout)
+    expected = described(TORCH_GPT, dtype="float32", decay_groups=True, **parallel)
+    check(found, holdings(expected))

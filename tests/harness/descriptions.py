@@ -1,0 +1,86 @@
+"""The models of this harness as files of shapes, the way a user would describe them; and holdings made comparable."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ckpt.describe.load import model_of
+from ckpt.describe.parallel import Parallel
+from ckpt.describe.placement import Description
+from ckpt.describe.read import parse
+
+if TYPE_CHECKING:
+    from ckpt.analysis.holdings import Holdings
+
+TINY_GPT = """
+name: TinyGPT
+layers: 2
+tensors:
+  positions: {shape: [12, 24]}
+  embed.weight: {shape: [61, 24], kind: embedding}
+  blocks.{layer}.norm1.weight: {shape: [24]}
+  blocks.{layer}.norm1.bias: {shape: [24], kind: bias}
+  blocks.{layer}.norm2.weight: {shape: [24]}
+  blocks.{layer}.norm2.bias: {shape: [24], kind: bias}
+  blocks.{layer}.qkv.weight: {shape: [72, 24]}
+  blocks.{layer}.qkv.bias: {shape: [72]}
+  blocks.{layer}.proj.weight: {shape: [24, 24]}
+  blocks.{layer}.proj.bias: {shape: [24]}
+  blocks.{layer}.up.weight: {shape: [49, 24]}
+  blocks.{layer}.up.bias: {shape: [49]}
+  blocks.{layer}.down.weight: {shape: [24, 49]}
+  blocks.{layer}.down.bias: {shape: [24]}
+  norm.weight: {shape: [24]}
+  norm.bias: {shape: [24]}
+  tokens_seen: {shape: [], kind: buffer, dtype: int64}
+  running: {shape: [3, 24], kind: buffer}
+tied: {head.weight: embed.weight}
+"""
+
+TORCH_GPT = """
+name: TorchGPT
+layers: 3
+tensors:
+  positions: {shape: [12, 24]}
+  embed.weight: {shape: [61, 24], kind: embedding}
+  tokens_seen: {shape: [], kind: buffer, dtype: int64}
+  blocks.{layer}.norm1.weight: {shape: [24]}
+  blocks.{layer}.norm1.bias: {shape: [24]}
+  blocks.{layer}.norm2.weight: {shape: [24]}
+  blocks.{layer}.norm2.bias: {shape: [24]}
+  blocks.{layer}.q.weight: {shape: [24, 24], tp: {dim: 0, heads: 4}}
+  blocks.{layer}.q.bias: {shape: [24], tp: {dim: 0, heads: 4}}
+  blocks.{layer}.k.weight: {shape: [24, 24], tp: {dim: 0, heads: 4}}
+  blocks.{layer}.k.bias: {shape: [24], tp: {dim: 0, heads: 4}}
+  blocks.{layer}.v.weight: {shape: [24, 24], tp: {dim: 0, heads: 4}}
+  blocks.{layer}.v.bias: {shape: [24], tp: {dim: 0, heads: 4}}
+  blocks.{layer}.up.weight: {shape: [48, 24], tp: {dim: 0}}
+  blocks.{layer}.up.bias: {shape: [48], tp: {dim: 0}}
+  blocks.{layer}.proj.weight: {shape: [24, 24], tp: {dim: 1, heads: 4}}
+  blocks.{layer}.proj.bias: {shape: [24]}
+  blocks.{layer}.down.weight: {shape: [24, 48], tp: {dim: 1}}
+  blocks.{layer}.down.bias: {shape: [24]}
+  norm.weight: {shape: [24]}
+  norm.bias: {shape: [24]}
+  running: {shape: [3, 24], kind: buffer}
+tied: {head.weight: embed.weight}
+"""
+"""Without tensor parallelism of embedding and head, as DTensor cuts it in ``torch_jobs``."""
+
+
+def described(file: str, **parallel: Any) -> Description:
+    """Return the description of one of the files above."""
+    model, _ = model_of(parse(file, "a test"), "a test")
+    return Description(model, Parallel.of(parallel))
+
+
+def canonical(found: Holdings) -> Any:
+    """Return holdings without what depends on the order in which sets of ranks were numbered."""
+    tensors = {}
+    for t in found.tensors:
+        rows = sorted(
+            (tuple(found.sets[int(n)] for n in row), int(volume))
+            for row, volume in zip(t.holders, t.volume, strict=True)
+        )
+        tensors[t.fqn] = (t.shape, t.columns, t.derived, rows)
+    return found.world, tensors, found.aliases
