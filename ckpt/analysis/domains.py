@@ -123,10 +123,11 @@ class Domains:
         problems: list[str] = []
         kind = ""
         for part in filter(None, map(str.strip, text.split(","))):
-            name = part
-            if part not in self.members and ":" in part:
+            if part in self.members or ":" not in part:  # the kind before it, or else a name
+                found = self._named(kind, part) or self.members.get(part)
+            else:
                 kind, _, name = part.partition(":")
-            found = self._named(kind, name.strip()) or self.members.get(name)
+                found = self._named(kind, name.strip())
             if not found:
                 known = f"{self.kind}s are {_some(self.names)}; ranks are 0 to {len(self.of_rank) - 1}"
                 problems.append(f"{part!r} names no {kind or self.kind} of this job: {known}")

@@ -42,17 +42,9 @@ def worst_losses(families: Sequence[Family], weight: Numbers, domains: int) -> G
     doomed = [i for i, family in enumerate(families) if not family[0]]
     alive = [i for i, family in enumerate(families) if family[0]]
     parts = components([families[i] for i in alive])
-    singles, others = [], []
-    for part in parts:
-        own = [alive[i] for i in part]
-        kills = {kill for i in own for kill in families[i]}
-        if len(kills) == 1 and len(next(iter(kills))) == 1:
-            singles.append(weight[own].sum(axis=0))
-        else:
-            others.append(_part([families[i] for i in own], weight[own]))
-    start = _one_each(np.array(singles, np.int64).reshape(len(singles), weight.shape[1]))
-    lower = _padded(_joined([start, *(low for low, _ in others)]), domains + 1)
-    upper = _padded(_joined([start, *(high for _, high in others)]), domains + 1)
+    bounds = [_part([families[alive[i]] for i in part], weight[[alive[i] for i in part]]) for part in parts]
+    lower = _padded(_joined((low for low, _ in bounds), weight.shape[1]), domains + 1)
+    upper = _padded(_joined((high for _, high in bounds), weight.shape[1]), domains + 1)
     base = weight[doomed].sum(axis=0)
     return lower + base, upper + base
 
@@ -66,20 +58,31 @@ def _part(families: list[Family], weight: Numbers) -> Gains:
     return _tried(local, weight, len(names)) or _bounded(local, weight, len(names))
 
 
-def _one_each(gains: Numbers) -> Numbers:
-    """Gains of domains that count for themselves: the greatest first."""
-    best = -np.sort(-gains, axis=0)
-    return np.concatenate([np.zeros((1, gains.shape[1]), np.int64), np.cumsum(best, axis=0)])
+def _greatest_first(size: int, gains: Numbers) -> Numbers:
+    """Gains of parts that are worth something only with all of their ``size`` domains."""
+    best = np.cumsum(-np.sort(-gains, axis=0), axis=0)
+    steps = np.concatenate([np.zeros((1, gains.shape[1]), np.int64), best])
+    return np.repeat(steps, size, axis=0)[: len(gains) * size + 1]
 
 
 def _padded(gains: Numbers, length: int) -> Numbers:
     return np.concatenate([gains, np.repeat(gains[-1:], length - len(gains), axis=0)])
 
 
-def _joined(parts: Iterable[Numbers]) -> Numbers:
+def _joined(parts: Iterable[Numbers], columns: int) -> Numbers:
     """Gains of several parts without a common domain: how many domains to take in each?"""
-    best, *others = parts
-    for gains in others:
+    all_or_nothing: dict[int, list[Numbers]] = {}
+    others = []
+    for gains in parts:
+        if len(gains) == 2 or not gains[:-1].any():
+            all_or_nothing.setdefault(len(gains) - 1, []).append(gains[-1])
+        else:
+            others.append(gains)
+    best = np.zeros((1, columns), np.int64)
+    for gains in (*(_greatest_first(size, np.array(g)) for size, g in sorted(all_or_nothing.items())), *others):
+        if len(best) == 1:
+            best = gains
+            continue
         wider = _padded(best, len(best) + len(gains) - 1)
         for taken in np.flatnonzero((gains[1:] > gains[:-1]).any(axis=1)) + 1:
             span = wider[taken : taken + len(best)]
@@ -106,12 +109,11 @@ def _tree(families: list[Family], weight: Numbers) -> Numbers | None:
         if any(not one <= kill for one in inner):
             return None
         ones = [gains.pop(one) for one in inner]
-        flat = np.array([one[1] for one in ones if len(one) == 2], np.int64).reshape(-1, weight.shape[1])
-        whole = _padded(_joined([_one_each(flat), *(one for one in ones if len(one) > 2)]), len(kill) + 1)
+        whole = _padded(_joined(ones, weight.shape[1]), len(kill) + 1)
         whole[-1] += own[kill]
         gains[kill] = whole
         outermost.update(dict.fromkeys(kill, kill))
-    return _joined(gains.values())
+    return _joined(gains.values(), weight.shape[1])
 
 
 def _tried(families: list[list[Numbers]], weight: Numbers, domains: int) -> Gains | None:
@@ -144,7 +146,7 @@ def _bounded(families: list[list[Numbers]], weight: Numbers, domains: int) -> Ga
         by_size[min(map(len, family))] += gain
         for kill in family:
             value[kill] += -(-gain // len(kill))
-    upper = np.minimum(np.cumsum(by_size, axis=0), _one_each(value))
+    upper = np.minimum(np.cumsum(by_size, axis=0), _greatest_first(1, value))
     lower = np.zeros_like(upper)
     for column in range(columns):
         lower[:, column] = _in_order(_greedy(families, weight[:, column], domains), families, weight[:, column])

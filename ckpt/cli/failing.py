@@ -43,7 +43,7 @@ def domains_of(subject: Subject, wanted: str | None) -> Domains:
     return _domains_in(parse(text, wanted), world, subject.hosts, wanted)
 
 
-def _domains_in(plain: Mapping[str, Any], world: int, hosts: Domains | None, where: str) -> Domains:
+def _domains_in(plain: dict[str, Any], world: int, hosts: Domains | None, where: str) -> Domains:
     """Return the domains that a file describes.
 
     ::
@@ -54,14 +54,13 @@ def _domains_in(plain: Mapping[str, Any], world: int, hosts: Domains | None, whe
           b: [64, 65, 66]
           c: host:9-12,host:20                    # or hosts, where they are known
     """
-    unknown = sorted(set(plain) - {"kind", "domains"})
-    if "domains" not in plain:
-        kind, named = "domain", plain
-    elif unknown:
-        raise ConfigError(f"{where}: unknown key(s) beside kind and domains: {', '.join(unknown)}")
-    else:
-        kind, named = str(plain.get("kind", "domain")), plain["domains"]
-    if not isinstance(named, Mapping) or not named:
+    kind, named = "domain", plain.get("domains", plain)
+    if "domains" in plain:
+        kind = str(plain.get("kind", kind))
+        unknown = sorted(set(plain) - {"kind", "domains"})
+        if unknown:
+            raise ConfigError(f"{where}: unknown key(s) beside kind and domains: {', '.join(unknown)}")
+    if not (isinstance(named, Mapping) and named):
         raise ConfigError(f"{where}: domains: expected names and their ranks, found {type(named).__name__}")
     found: dict[str, list[int]] = {}
     problems = []

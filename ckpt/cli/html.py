@@ -1,2 +1,83 @@
-def write(page, subject, report):
-    pass
+"""One self-contained page of an analysis: summary, heat map of ranks by layers, survival, what is lost.
+
+Everything that varies is escaped twice over: text by ``html.escape``, data as JSON in which ``<`` cannot occur, and a
+content security policy lets nothing run but the one script whose digest it names, nor anything be fetched.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from ckpt.cli import html_parts as parts
+from ckpt.cli.render import visible
+from ckpt.errors import ConfigError
+
+if TYPE_CHECKING:
+    from ckpt.analysis.report import Report
+    from ckpt.cli.subject import Subject
+
+
+def write(path: str, subject: Subject, report: Report) -> None:
+    """Write the page to a file.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    try:
+        Path(path).write_text(page(subject, report), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--html {path!r}: cannot be written: {error.strerror or error}") from error
+
+
+def page(subject: Subject, report: Report) -> str:
+    """Return the page."""
+    folder = files("ckpt.cli") / "page"
+    template, style, script = (
+        (folder / name).read_text(encoding="utf-8") for name in ("page.html", "page.css", "page.js")
+    )
+    grouped = any(column.count > 1 for column in report.heat.columns)
+    domain = report.domain_kind
+    filled = {
+        "policy": f"default-src 'none'; style-src '{digest(style)}'; script-src '{digest(script)}'; base-uri 'none'",
+        "style": style,
+        "script": script,
+        "name": parts.text(subject.name),
+        "layout": parts.text(subject.layout),
+        "notes": "".join(f"<p>{parts.text(note)}</p>" for note in subject.notes),
+        "facts": parts.facts(report),
+        "rows_hint": ", or ranks that hold alike" if grouped else "",
+        "count_domains": ""
+        if domain == "rank"
+        else f'<option value="domains">{parts.text(domain)}s that hold it</option>',
+        "sections": parts.sections(subject, report),
+        "data": data(report),
+    }
+    return re.sub(r"\{\{(\w+)\}\}", lambda found: filled[found[1]], template)
+
+
+def data(report: Report) -> str:
+    """Return what the script reads: JSON that cannot end the element that it stands in."""
+    plain = {"domain": report.domain_kind, "k": report.k, "heat": msgspec.to_builtins(report.heat)}
+    document = json.dumps(_visible(plain), separators=(",", ":"))  # ASCII
+    return document.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def digest(text: str) -> str:
+    """Return the source expression that allows an inline script or style (CSP level 2)."""
+    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
+
+
+def _visible(plain: Any) -> Any:
+    if isinstance(plain, str):
+        return visible(plain)
+    if isinstance(plain, dict):
+        return {key: _visible(value) for key, value in plain.items()}
+    return [_visible(value) for value in plain] if isinstance(plain, list | tuple) else plain

@@ -6,21 +6,19 @@ from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
 
+from ckpt.cli.lost_rows import groups_of, verdict
 from ckpt.cli.render import console, new_table, shown, size
-from ckpt.cli.render_loss import print_loss
-from ckpt.cli.words import amount, between, copies, count, percent, tolerated
+from ckpt.cli.rows import merged_classes, paper_lines, shown_losses, worst_shares
+from ckpt.cli.words import amount, between, count, percent, ranks_in, some_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from rich.console import Console
 
-    from ckpt.analysis.classes import CellClass
+    from ckpt.analysis.losing import Loss
     from ckpt.analysis.report import Report
     from ckpt.cli.subject import PaperCount, Subject
-
-SHOWN_LOSSES = 3
-"""Losses that "must be written" is shown for, unless more are asked for."""
 
 
 def print_report(subject: Subject, report: Report) -> None:
@@ -46,17 +44,15 @@ def print_summary(out: Console, subject: Subject, report: Report) -> None:
     """Print what is looked at, and what is held by role."""
     out.print(shown(subject.name, "bold"))
     out.print(shown(subject.layout))
-    # A domain for each rank is no news.
-    groups = "" if report.domain_kind == "rank" else f" in {count(report.domain_count, report.domain_kind)}"
+    domains = "" if report.domain_kind == "rank" else f" on {count(report.domain_count, report.domain_kind)}"
     model = f"{amount(report.parameters)} parameters in {count(report.tensors, 'tensor')}"
-    out.print(shown(f"{count(report.world, 'rank')}{groups}; {model}"))
+    out.print(shown(f"{count(report.world, 'rank')}{domains}; {model}"))
     for note in subject.notes:
         out.print(shown(f"note: {note}"))
 
     heading(out, "What is held")
-    table = new_table(
-        ("role", "held", "unique", "derivable", "redundant"), ("held", "unique", "derivable", "redundant")
-    )
+    heads = ("role", "held", "unique", "derivable", "redundant")
+    table = new_table(heads, heads[1:])
     for one in (*report.roles, report.total):
         sizes = (size(n) if n else "-" for n in (one.bytes_held, one.bytes_unique, one.bytes_derivable))
         table.add_row(*map(shown, (one.role, *sizes, percent(one.redundant_share))))
@@ -64,36 +60,23 @@ def print_summary(out: Console, subject: Subject, report: Report) -> None:
 
 
 def print_classes(out: Console, report: Report) -> None:
-    """Print what is held equally often, one row for each."""
+    """Print what is held equally often, a row for each."""
     heading(out, f"How often, and what follows for {count(report.k, report.domain_kind)} lost")
     table = new_table(("held by so many ranks", "survives", "bytes", "verdict"), ("bytes",))
-    for kind, rows in _merged(report.classes):
-        first = rows[0]
-        held = copies([one for one in first.roles if kind == "scalar" or not one.scalar], report.domain_kind)
-        what = f"{kind}: " if kind not in ("trained", "scalar") else ""
-        style = "red" if first.tolerance < 0 else "yellow" if first.must_write else "green"
-        nbytes = size(sum(one.bytes for one in rows))
-        cells = (f"{what}{held}", tolerated(first, report.domain_kind), nbytes)
-        table.add_row(*map(shown, cells), shown(first.verdict, style))
+    for one in merged_classes(report.classes):
+        style = "red" if one.first.tolerance < 0 else "yellow" if one.first.must_write else "green"
+        cells = (one.label(report.domain_kind), one.survives(report.domain_kind), size(one.nbytes))
+        table.add_row(*map(shown, cells), shown(one.first.verdict, style))
     out.print(table)
-
-
-def _merged(classes: Sequence[CellClass]) -> list[tuple[str, list[CellClass]]]:
-    """Put classes together that differ in how often scalars are held, and in nothing that matters."""
-    found: dict[tuple[object, ...], list[CellClass]] = {}
-    for one in classes:
-        roles = tuple(role for role in one.roles if one.kind == "scalar" or not role.scalar)
-        found.setdefault((one.kind, one.derived, roles, one.tolerance, one.verdict), []).append(one)
-    return [(rows[0].kind, rows) for rows in found.values()]
 
 
 def print_must_write(out: Console, report: Report) -> None:
     """Print what the loss of so many domains could destroy."""
-    heading(out, f"What must be written, so that nothing is lost with so many {report.domain_kind}s")
-    table = new_table(("lost", "bytes", "parameters", "share"), ("lost", "bytes", "parameters", "share"))
-    for row in report.must_write[: max(SHOWN_LOSSES, report.k)]:
-        cells = (str(row.losses), size(row.bytes), amount(row.parameters), percent(row.share))
-        table.add_row(*map(shown, cells))
+    heading(out, f"What must be written, so that the loss of so many {report.domain_kind}s costs nothing")
+    heads = ("lost", "bytes", "parameters", "share")
+    table = new_table(heads, heads)
+    for row in shown_losses(report):
+        table.add_row(*map(shown, (str(row.losses), size(row.bytes), amount(row.parameters), percent(row.share))))
     out.print(table)
 
 
@@ -103,16 +86,33 @@ def print_survival(out: Console, report: Report) -> None:
     heads = ("lost", "in the worst case", "expected", "chance that all is", "worst case is")
     table = new_table(heads, heads[:4])
     for row in report.survival:
-        total = row.bytes.worst / row.bytes.worst_share if row.bytes.worst_share else 0
-        worst = row.bytes.worst_share
-        upper = worst if row.bytes.worst_upper == row.bytes.worst or not total else row.bytes.worst_upper / total
         cells = (
             f"{row.lost:,}",
-            between(worst, upper),
+            between(*worst_shares(row.bytes)),
             percent(row.bytes.expected_share),
             between(row.nothing_lost, row.nothing_lost_upper),
             "exact" if row.exact else "a bound",
         )
+        table.add_row(*map(shown, cells))
+    out.print(table)
+
+
+def print_loss(out: Console, loss: Loss, domain: str) -> None:
+    """Print what the loss of some ranks does. Tensors whose names differ in numbers only share a row."""
+    whole = f" ({domain} {', '.join(loss.domains)})" if loss.domains and domain != "rank" else ""
+    heading(out, f"Loss of rank {some_ranks(ranks_in(loss.ranks))}{whole}")
+    if not loss.tensors:
+        out.print("they held nothing")
+        return
+    out.print(shown(verdict(loss), "red" if loss.bytes else "green"))
+    heads = ["tensor", "gone", "roles that nobody holds", "the rest is rebuilt from"]
+    if not loss.bytes:
+        del heads[1:3]
+    table = new_table(heads, ("gone",))
+    for group in groups_of(loss.tensors):
+        cells = [group.label(), size(group.nbytes) if group.nbytes else "-", group.roles_text(), group.sources_text()]
+        if not loss.bytes:
+            del cells[1:3]
         table.add_row(*map(shown, cells))
     out.print(table)
 
@@ -122,30 +122,16 @@ def print_paper(out: Console, paper: PaperCount) -> None:
     heading(out, "Redundancy as AdaCheck (FAST'26) counts it")
     table = new_table(("", ""))
     table.show_header = False
-    table.add_row("this layout", shown(f"{percent(paper.share)} of parameters, gradients and optimizer states"))
     for name, text in paper_lines(paper):
         table.add_row(shown(name), shown(text))
     out.print(table)
 
 
-def paper_lines(paper: PaperCount) -> list[tuple[str, str]]:
-    """Return what is to be said beside our number, as (name, text)."""
-    if not paper.open:
-        return [("layout", paper.layout)]
-    stated = (
-        "none for this layout (25 % to 100 % for its four)" if paper.published is None else f"{paper.published:g} %"
-    )
-    if paper.changed:
-        stated += f", for another layout: {', '.join(paper.changed)} replaced"
-    return [("the paper's number", stated), ("layout", paper.layout), ("sources", paper.open)]
-
-
 def print_presets(rows: Sequence[dict[str, Any]]) -> None:
     """Print the table of ``--list-presets``."""
-    out = console()
     table = new_table(("preset", "parameters", "ranks", "layout", "paper"), ("parameters", "ranks", "paper"))
     for row in rows:
         stated = Text("-") if row["published"] is None else shown(f"{row['published']:g} %")
         cells = (row["name"], amount(row["parameters"]), f"{row['ranks']:,}", row["layout"])
         table.add_row(*map(shown, cells), stated)
-    out.print(table)
+    console().print(table)

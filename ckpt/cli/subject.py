@@ -1,14 +1,16 @@
-"""What ``ckpt analyze`` looks at: a checkpoint, or a job that is only described. Who holds what, and what fails together.
+"""What ``ckpt analyze`` looks at: a checkpoint, or a job that is only described.
 
 All that is wrong with a command line is found before any file is opened, and told in one :class:`ConfigError`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ckpt.analysis.domains import Domains
+from ckpt.analysis.holdings import Holdings
 from ckpt.analysis.paper import paper_share
 from ckpt.describe.closed import holdings as holdings_of_description
 from ckpt.describe.load import describe
@@ -19,9 +21,6 @@ from ckpt.repo.repository import Repository
 from ckpt.store.open import open_store
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from ckpt.analysis.holdings import Holdings
     from ckpt.describe.parallel import Parallel
     from ckpt.describe.placement import Description
 
@@ -96,10 +95,7 @@ class Asked:
         if self.root is not None:
             return _of_checkpoint(Repository(open_store(self.root)), self.step)
         layout = _with_consequences(self.layout)
-        if self.preset is not None:
-            described = preset(self.preset, **layout)
-        else:
-            described = describe(self.model or "", **layout)
+        described = describe(self.model or "", **layout) if self.preset is None else preset(self.preset, **layout)
         return _of_description(described, self.preset, tuple(map(option, self.layout)))
 
 

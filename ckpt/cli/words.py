@@ -7,9 +7,7 @@ from typing import TYPE_CHECKING
 from ckpt.cli.render import spans
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from ckpt.analysis.classes import CellClass, RoleCopies
+    from collections.abc import Iterable
 
 SHOWN_RUNS = 4
 """Runs of ranks that are listed before the rest is counted."""
@@ -34,7 +32,8 @@ def between(low: float, high: float) -> str:
     >>> between(0.25, 0.25), between(0.25, 0.5)
     ('25 %', '25 % to 50 %')
     """
-    return percent(low) if low == high else f"{percent(low)} to {percent(high)}"
+    first, last = percent(low), percent(high)
+    return first if first == last else f"{first} to {last}"
 
 
 def count(number: int, noun: str) -> str:
@@ -82,20 +81,3 @@ def ranks_in(text: str) -> list[int]:
     """
     runs = [run.partition("-") for run in text.split(",") if run]
     return [rank for first, _, last in runs for rank in range(int(first), int(last or first) + 1)]
-
-
-def copies(roles: Sequence[RoleCopies], domain: str) -> str:
-    """Return how often roles are held, those that are held alike together."""
-    alike: dict[tuple[int, int], list[str]] = {}
-    for one in roles:
-        alike.setdefault((one.copies, one.domains), []).append(one.role)
-    said = []
-    for (held, domains), names in sorted(alike.items()):
-        on = "" if domain == "rank" or held == 0 else f" on {count(domains, domain)}"
-        said.append(f"{', '.join(names)}: {held:,}{on}")
-    return "; ".join(said)
-
-
-def tolerated(one: CellClass, domain: str) -> str:
-    """Return what a class survives."""
-    return "is lost" if one.tolerance < 0 else f"any {count(one.tolerance, domain)}" if one.tolerance else "none"

@@ -76,15 +76,14 @@ class _Builder:
             number = self._number([self._ranks[stage].reshape(-1) for stage in self._of.stages[tensor.fqn]])
             return TensorRows(tensor.fqn, tensor.shape, roles, False, np.array([tensor.numel]), np.array([[number]]))
         rows: list[tuple[Numbers, Numbers, Numbers]] = []
-        with_scalars: list[Numbers] = []
         for segment in self._segments_of(tensor):
             copies = self._copies(tensor, segment)
             if len({copy[2:] for copy in copies}) == 1:
-                rows.append(self._alike(segment, copies, with_scalars))
+                rows.append(self._alike(segment, copies))
             else:
-                rows.append(self._different(segment, copies, with_scalars))
+                rows.append(self._different(segment, copies))
         volume, param, state = (np.concatenate(parts) for parts in zip(*rows, strict=True))
-        step = self._number(with_scalars) if any(c.scalar for c in columns) else NOBODY
+        step = self._number(self._scalar_ranks(tensor)) if any(c.scalar for c in columns) else NOBODY
         holders = np.empty((len(volume), len(columns)), np.int64)
         for i, column in enumerate(columns):
             holders[:, i] = step if column.scalar else param if column.of_param else state
@@ -99,21 +98,17 @@ class _Builder:
         return self._segments[key]
 
     def _copies(self, tensor: Described, segment: _Segment) -> list[Copy]:
-        expert_rank = self._of.expert_rank(tensor)
         found = []
         for stage in self._of.stages[tensor.fqn]:
             for rank, first, width in segment.copies:
-                key = (stage, rank, expert_rank)
-                if key not in self._cuts:
-                    self._cuts[key] = self._of.cuts(*key)
-                found.append((stage, rank, first, width, self._cuts[key][tensor.fqn]))
+                cuts = self._cuts_of(stage, rank, tensor)
+                if cuts is not None:
+                    found.append((stage, rank, first, width, cuts))
         return found
 
     # ------------------------------------------------------------------------- rows of a segment, and who holds them
 
-    def _alike(
-        self, segment: _Segment, copies: Sequence[Copy], with_scalars: list[Numbers]
-    ) -> tuple[Numbers, Numbers, Numbers]:
+    def _alike(self, segment: _Segment, copies: Sequence[Copy]) -> tuple[Numbers, Numbers, Numbers]:
         """Return (volume, number of the param's holders, of the state's) where all copies are cut alike."""
         *_, first, width, cuts = copies[0]
         places = [(stage, rank) for stage, rank, *_ in copies]
@@ -128,15 +123,11 @@ class _Builder:
         held = self._held(state.group, places, owners)
         if cuts.state is None:
             return volume, held, np.full_like(held, NOBODY)
-        for stage, rank in places:
-            with_scalars.append(self._scalar_ranks(stage, rank, cuts, np.unique(owners)))
         if state is cuts.param:
             return volume, held, held
         return volume, self._held(cuts.param.group, places, _owners(segment, cuts.param, low, first, width)), held
 
-    def _different(
-        self, segment: _Segment, copies: Sequence[Copy], with_scalars: list[Numbers]
-    ) -> tuple[Numbers, Numbers, Numbers]:
+    def _different(self, segment: _Segment, copies: Sequence[Copy]) -> tuple[Numbers, Numbers, Numbers]:
         """Return the same where copies differ: the holders of a range are those of all copies together."""
         bounds = [
             segment.position(cut.bounds, first, width)
@@ -155,9 +146,6 @@ class _Builder:
                     parts.append((copy, cut.group, _owners(segment, cut, low, first, width)))
             for i in range(len(low) if parts else 0):
                 out[i] = self._number([self._ranks[c[0], c[1]][group.array[owners[i]]] for c, group, owners in parts])
-            if not of_param:
-                for (stage, rank, _, _, cuts), _, owners in parts:
-                    with_scalars.append(self._scalar_ranks(stage, rank, cuts, np.unique(owners)))
         return np.diff(edges), param, state
 
     def _held(self, group: Group, places: list[tuple[int, int]], owners: Numbers) -> Numbers:
@@ -171,12 +159,23 @@ class _Builder:
             table[owner] = self._number([self._ranks[stage, rank][members] for stage, rank in places])
         return table[owners]
 
-    def _scalar_ranks(self, stage: int, rank: int, cuts: Cuts, owners: Numbers) -> Numbers:
-        """Return the ranks of a copy that have the optimizer's scalars: those that hold some of its state."""
-        group = (cuts.state or cuts.param).group
-        members = group.array if cuts.scalars_everywhere else group.array[owners]
-        found: Numbers = self._ranks[stage, rank][members.reshape(-1)]
+    def _scalar_ranks(self, tensor: Described) -> list[Numbers]:
+        """Return the ranks that have the optimizer's scalars: those that step a part of it, be it only padding."""
+        found = []
+        for stage in self._of.stages[tensor.fqn]:
+            for rank in range(self._of.parallel.tp):
+                cuts = self._cuts_of(stage, rank, tensor)
+                if cuts is not None and cuts.state is not None:
+                    members = cuts.state.group.array
+                    held = members if cuts.scalars_everywhere else members[cuts.state.owners]
+                    found.append(self._ranks[stage, rank][held.reshape(-1)])
         return found
+
+    def _cuts_of(self, stage: int, rank: int, tensor: Described) -> Cuts | None:
+        key = (stage, rank, self._of.expert_rank(tensor))
+        if key not in self._cuts:
+            self._cuts[key] = self._of.cuts(*key)
+        return self._cuts[key].get(tensor.fqn)
 
     def _number(self, ranks: list[Numbers]) -> int:
         return self._sets.number(np.unique(np.concatenate(ranks)).tolist()) if ranks else NOBODY

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from ckpt.describe.cuts import Cut
+    from ckpt.describe.engines import Cuts
     from ckpt.describe.model import Described
     from ckpt.describe.placement import Description
 
@@ -44,7 +45,7 @@ def rank_layout(description: Description, rank: int) -> RankLayout:
         for column in description.columns(tensor):
             boxes = param if column.of_param else state
             if column.scalar:
-                boxes = [Box((), ())] if boxes or own.scalars_everywhere else []
+                boxes = [Box((), ())] if _has_scalars(own, data_index) else []
             shape = () if column.scalar else tensor.shape
             spec = TensorSpec(tensor.fqn, column.role, column.dtype, shape)
             shards += [Shard(spec, box) for box in boxes]
@@ -52,6 +53,14 @@ def rank_layout(description: Description, rank: int) -> RankLayout:
     names = {t.fqn for t in held}
     aliases = tuple((a, t) for a, t in description.aliases.items() if t in names)
     return RankLayout(rank, tuple(shards), aliases, derived)
+
+
+def _has_scalars(cuts: Cuts, data_index: int) -> bool:
+    """Does the optimizer of this rank step a part of the tensor, be it nothing but padding?"""
+    if cuts.state is None:
+        return False
+    owner = cuts.state.group.owner_of.get(data_index)
+    return owner is not None and (cuts.scalars_everywhere or owner in cuts.state.owners)
 
 
 def _boxes(description: Description, tensor: Described, tensor_rank: int, cut: Cut, data_index: int) -> Iterator[Box]:

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 KINDS = ("matrix", "norm", "bias", "embedding", "expert", "router", "buffer")
 """What a tensor is. Only ``buffer`` (never stepped) and ``expert`` (dealt out over expert ranks) change a layout."""
 
+PLACES = ("first", "last", "ends", "every")
+
 MAX_TENSORS = 1_000_000
 MAX_ELEMENTS = 2**62
 
@@ -94,9 +96,10 @@ class Split:
 class Described:
     """One parameter or persistent buffer.
 
-    ``layer``: its number in the stack of layers, which says its pipeline stage; without one, ``place`` does
-    (``first``, ``last`` or ``every`` stage). ``expert``: global number of the expert that it belongs to. ``dtype``:
-    None for the training dtype, of a buffer for float32. ``trainable``: is it stepped by the optimizer?
+    ``layer``: its number in the stack of layers, which says its pipeline stage; without one, ``place`` does:
+    ``first``, ``last``, ``every``, or ``ends``: first and last, each with an optimizer state of its own. ``expert``:
+    global number of the expert that it belongs to. ``dtype``: None for the training dtype, of a buffer for float32.
+    ``trainable``: is it stepped by the optimizer?
     """
 
     fqn: str
@@ -189,8 +192,8 @@ class ModelSpec:
                 yield f"{t.fqn!r}: kind {t.kind!r}, expected one of {', '.join(KINDS)}"
             if t.dtype is not None and t.dtype not in ITEMSIZE:
                 yield f"{t.fqn!r}: dtype {t.dtype!r} is unknown"
-            if t.place not in ("first", "last", "every"):
-                yield f"{t.fqn!r}: stage {t.place!r}, expected first, last or every"
+            if t.place not in PLACES:
+                yield f"{t.fqn!r}: stage {t.place!r}, expected one of {', '.join(PLACES)}"
         for tie in self.tied:
             if tie.target not in names:
                 yield f"{tie.alias!r} is tied to {tie.target!r}, which is not there"

@@ -44,7 +44,9 @@ class Parallel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     ``dtype``: of the parameters. ``master``: are there separate fp32 masters? None: as the engine does it.
     ``optimizer``: a key of :data:`STATE`. ``decay_groups``: two parameter groups, matrices and the rest.
-    ``vocabulary_multiple``: Megatron's ``make-vocab-size-divisible-by``. ``world``: if given, checked.
+    ``vocabulary_multiple``: each tensor rank's rows of a vocabulary are padded to a multiple of it (Megatron's
+    ``make-vocab-size-divisible-by``); None: 128 with megatron, 1 with deepspeed, else no padding.
+    ``world``: if given, checked.
     """
 
     engine: str | None = None
@@ -63,7 +65,7 @@ class Parallel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     master: bool | None = None
     optimizer: str = "adamw"
     decay_groups: bool = False
-    vocabulary_multiple: int = 128
+    vocabulary_multiple: int | None = None
     world: int | None = None
 
     @classmethod
@@ -118,9 +120,9 @@ class Parallel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         return (self.kind == "deepspeed" and (low or self.zero > 0)) or (self.kind == "megatron" and low)
 
     @property
-    def state_dtype(self) -> str:
-        """The dtype of moments: that of what is stepped."""
-        return "float32" if self.masters else self.dtype
+    def vocabulary_padding(self) -> int | None:
+        """``vocabulary_multiple``, chosen if it was left open."""
+        return self.vocabulary_multiple or {"megatron": 128, "deepspeed": 1}.get(self.kind)
 
     @property
     def host_size(self) -> int:
@@ -141,8 +143,9 @@ class Parallel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     def problems(self) -> Iterator[str]:
         """Yield everything that is wrong with the numbers themselves."""
-        degrees = {name: getattr(self, name) for name in ("dp", "tp", "pp", "ep", "cp", "vocabulary_multiple")}
-        optional = {name: getattr(self, name) for name in ("shard", "hosts", "ranks_per_host", "world")}
+        degrees = {name: getattr(self, name) for name in ("dp", "tp", "pp", "ep", "cp")}
+        may_be_none = ("shard", "hosts", "ranks_per_host", "world", "vocabulary_multiple")
+        optional = {name: getattr(self, name) for name in may_be_none}
         bad = {k: v for k, v in (degrees | optional).items() if v is not None and v < 1}
         yield from (f"{name} is {value}, expected at least 1" for name, value in bad.items())
         if self.kind not in ENGINES:

@@ -68,7 +68,7 @@ class Description:
             if t.layer is not None:
                 found[t.fqn] = {self._stage_of_layer[t.layer]}
             else:
-                found[t.fqn] = {"first": {0}, "last": {last}, "every": set(range(last + 1))}[t.place]
+                found[t.fqn] = {"first": {0}, "last": {last}, "ends": {0, last}, "every": set(range(last + 1))}[t.place]
         for tie in self.model.tied:
             found[tie.target].add(0 if tie.place == "first" else last)
         return {fqn: tuple(sorted(stages)) for fqn, stages in found.items()}
@@ -127,7 +127,7 @@ class Description:
                 self._geometry[key] = ((((0, n),), n),) * p.tp
             else:
                 uneven = p.kind in ("ddp", "fsdp2", "zero_redundancy_optimizer")
-                multiple = p.vocabulary_multiple if p.kind == "megatron" else None
+                multiple = p.vocabulary_padding
                 self._geometry[key] = tuple(
                     split.runs(tensor.shape[split.dim], p.tp, t, uneven=uneven, multiple=multiple) for t in range(p.tp)
                 )

@@ -17,7 +17,8 @@
 
 ``tp`` takes the keys of a rule for tensors (``ckpt.layout.rules``) but ``match``; ``size`` marks a vocabulary. Lines in
 a row that have ``{layer}`` are repeated together, layer by layer, as modules are. Tensors without a layer belong to the
-first pipeline stage if they stand before the layers, to the last if behind; ``stage`` (first, last, every) overrides.
+first pipeline stage if they stand before the layers, to the last if behind; ``stage`` (first, last, ends, every)
+overrides.
 """
 
 from __future__ import annotations
@@ -75,8 +76,6 @@ def model_of_shapes(plain: Mapping[str, Any]) -> ModelSpec:
     for name in file.tensors:
         if (LAYER in name and not layers) or (EXPERT in name and not experts):
             problems.append(f"{name!r} is repeated, but the file does not say how often (layers, experts)")
-        if EXPERT in name and LAYER not in name:
-            problems.append(f"{name!r} has {EXPERT} without {LAYER}: experts belong to a layer")
     total = sum((layers if LAYER in n else 1) * (experts if EXPERT in n else 1) for n in file.tensors)
     if total > MAX_TENSORS:
         problems.append(f"the file describes {total} tensors, at most {MAX_TENSORS}")
@@ -100,22 +99,23 @@ def _tensors(file: _File, rules: Rules, problems: list[str]) -> Iterator[Describ
     for in_layers, block in groupby(file.tensors.items(), key=lambda item: LAYER in item[0]):
         lines = list(block)
         if not in_layers:
-            yield from (_tensor(name, line, rules, problems, place=line.stage or place) for name, line in lines)
+            yield from _block(file, lines, rules, problems, layer=None, place=place)
             continue
         place = "last"
         for layer in range(file.layers):
-            yield from _layer(file, lines, layer, rules, problems)
+            yield from _block(file, lines, rules, problems, layer=layer, place=place)
 
 
-def _layer(
-    file: _File, lines: Sequence[tuple[str, _Line]], layer: int, rules: Rules, problems: list[str]
+def _block(
+    file: _File, lines: Sequence[tuple[str, _Line]], rules: Rules, problems: list[str], *, layer: int | None, place: str
 ) -> Iterator[Described]:
     for of_experts, block in groupby(lines, key=lambda item: EXPERT in item[0]):
         once = list(block)
         for expert in range(file.experts) if of_experts else (None,):
             for name, line in once:
                 fqn = name.replace(LAYER, str(layer)).replace(EXPERT, str(expert))
-                yield _tensor(fqn, line, rules, problems, layer=layer, expert=expert)
+                where = {"layer": layer, "expert": expert, "place": line.stage or place}
+                yield _tensor(fqn, line, rules, problems, **where)
 
 
 def _tensor(fqn: str, line: _Line, rules: Rules, problems: list[str], **where: Any) -> Described:

@@ -7,7 +7,7 @@ lives in ``megatron_optimizer``, plain values in ``megatron_objects``.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from ckpt.engine.base import Context, EngineState, LiveShard, dtype_name
 from ckpt.engine.megatron_model import Survey, axis_groups, survey
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from ckpt.engine.shared_partition import Named, Partition
 
 
-def is_megatron(engine: object) -> bool:
+def is_megatron(engine: object) -> TypeGuard[tuple[Any, ...]]:
     """Is this a model with an optimizer of Megatron-core?"""
     return isinstance(engine, tuple) and len(engine) in (2, 3) and "MegatronOptimizer" in class_names(engine[1])
 

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ckpt.engine.parallel import group_ranks
 from ckpt.engine.shared_check import class_names
 from ckpt.engine.shared_partition import Named
 from ckpt.engine.shared_tiling import Tiler
@@ -74,7 +73,7 @@ def axis_groups(context: Context) -> dict[str, tuple[int, ...]]:
     for axis, getter in _GROUPS.items():
         group = process_group(getter)
         if group is not None and (axis not in _OPTIONAL or group.size() > 1):
-            found[axis] = group_ranks(group)
+            found[axis] = tuple(torch.distributed.get_process_group_ranks(group))
     return {**found, **context.groups}
 
 
@@ -150,10 +149,9 @@ def _add_tensor(found: Survey, tilers: _Tilers, entry: Any) -> None:
     tiler.locals_seen.add(local)
     fqn = tilers.context.name(local)
     tiler.seen.add(fqn)
-    listed = tilers.context.rules.tied.get(fqn, fqn)
-    if listed != fqn:
-        found.aliases[fqn] = listed
-        fqn = listed
+    listed = tilers.context.rules.tied.get(fqn)
+    if listed is not None:
+        found.aliases[fqn], fqn = listed, listed
     if tilers.context.rules.rule_for(fqn) is not None:
         tiling: Tiling | None = tiler.tiling(fqn, tuple(whole.shape), whole)
     else:
@@ -162,7 +160,8 @@ def _add_tensor(found: Survey, tilers: _Tilers, entry: Any) -> None:
         tilers.problems.append(f"tensor {fqn!r}: the parts that it is stored as are no views that make up the whole")
         return
     if id(whole) in found.named:
-        found.aliases[fqn] = found.named[id(whole)].fqn
+        if found.named[id(whole)].fqn != fqn:
+            found.aliases[fqn] = found.named[id(whole)].fqn
         return
     if any(named.fqn == fqn for named in found.named.values()):
         tilers.problems.append(f"tensor {fqn!r} is held twice by this rank, as two tensors")

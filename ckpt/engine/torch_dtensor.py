@@ -62,11 +62,8 @@ def runs_of(
     found: dict[int, Runs] = {}
     for dim, cutting in axes.items():
         runs: Runs = ((0, shape[dim]),) if shape[dim] else ()
-        order = _cutting_order(cutting, placements, sizes)
-        for at, axis in enumerate(order):
-            factor = _factor(placements[axis])
-            behind = all(other in order[:at] for other in cutting if other > axis)
-            if factor > 1 and not behind:
+        for axis, factor in _cutting_order(cutting, placements, sizes):
+            if factor > 1:
                 runs = strided(runs, sizes[axis], coordinate[axis], factor)
             else:
                 runs = chunked(runs, sizes[axis], coordinate[axis])
@@ -74,20 +71,21 @@ def runs_of(
     return found
 
 
-def _cutting_order(cutting: list[int], placements: Sequence[Any], sizes: Sequence[int]) -> list[int]:
-    """Return the mesh's axes in the order in which they really cut one dimension.
+def _cutting_order(cutting: list[int], placements: Sequence[Any], sizes: Sequence[int]) -> list[tuple[int, int]]:
+    """Return the mesh's axes in the order in which they really cut one dimension, with what is left of a split factor.
 
     FSDP cuts what tensor parallelism has cut before, though its axis stands to the left: ``_StridedShard`` records it,
     by a split factor that is the product of the later axes' sizes. Played back from left to right, as a strided cut, it
     comes to the same rows only if all sizes divide; the local tensors are what the real order gives.
     """
-    order: list[int] = []
+    order: list[tuple[int, int]] = []
     for axis in reversed(cutting):
         later = prod(sizes[other] for other in cutting if other > axis)
-        if _factor(placements[axis]) > 1 and _factor(placements[axis]) == later:
-            order.append(axis)
+        factor = _factor(placements[axis])
+        if factor > 1 and factor == later:
+            order.append((axis, 1))
         else:
-            order.insert(0, axis)
+            order.insert(0, (axis, factor))
     return order
 
 

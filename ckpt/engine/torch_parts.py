@@ -72,7 +72,7 @@ def parts_of(engine: object) -> Parts:
     for where, item, grouped, expected in _items(engine):
         role = _role(item)
         if role is None or (expected is not None and role != expected):
-            shown = f"a {class_name(item)}" + (f", expected a {expected}" if expected else "")
+            shown = f"a {class_name(item)}" + (f", expected: {expected}" if expected else "")
             hint = ": an engine of DeepSpeed is passed alone" if "DeepSpeedEngine" in class_names(item) else ""
             problems.append(f"{where} is {shown}{hint}")
         elif role == "module":
@@ -94,7 +94,7 @@ def _items(engine: object) -> Iterator[tuple[str, Any, bool, str | None]]:
     """Yield (where, item, is it in a list of its own, what its key promises)."""
     if isinstance(engine, Mapping):
         for key, value in engine.items():
-            yield from _flat(f"engine[{key!r}]", value, _KEYS.get(key, f"known key, one of {sorted(_KEYS)}"))
+            yield from _flat(f"engine[{key!r}]", value, _KEYS.get(key, f"a key of {sorted(_KEYS)}"))
     elif isinstance(engine, tuple | list):
         for i, value in enumerate(engine):
             yield from _flat(f"engine[{i}]", value, None)

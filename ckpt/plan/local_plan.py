@@ -8,8 +8,8 @@ groups (``save_plan.py``): the one is a part of the other by construction, and i
 Two small things cross a group's border, and a rank must be told them (``Exchange``, ``RankView.foreign``):
 
 - *Loads.* Groups are planned from small to large, and in a larger one each member starts with the bytes that it owns
-  already. Filling from the inside out is optimal, up to one chunk, where holder sets are nested, and those of meshes
-  are: one rank, its data-parallel group, its stage, the job.
+  already. Filling from the inside out is optimal, up to one chunk, where holder sets are nested, as on meshes they
+  mostly are: one rank, its data-parallel group, its stage, the job.
 - *Cuts of masters.* A param is cut along its master's chunks, whoever holds them, so that one rank that holds both can
   prove each piece alone.
 """

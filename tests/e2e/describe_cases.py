@@ -24,6 +24,15 @@ def torch_job(rank: int, world: int, *, layout: str, **options: Any) -> dict[str
     return _declared(job.engine)
 
 
+def parallel(rank: int, world: int, *, layout: dict[str, Any]) -> dict[str, Any]:
+    """Return the declarations of a DeepSpeed engine in model parallelism after one step."""
+    from tests.harness.parallel_engines import build
+
+    job = build(layout)
+    job.train(1)
+    return _declared(job.saved)
+
+
 def _declared(engine: Any) -> dict[str, Any]:
     state = adapter_for(engine).describe()
     shards = [
@@ -31,3 +40,13 @@ def _declared(engine: Any) -> dict[str, Any]:
         for s in state.shards
     ]
     return {"shards": shards, "aliases": state.aliases, "derived": sorted(state.derived)}
+
+
+def megatron(rank: int, world: int, *, mesh: dict[str, int], **options: Any) -> dict[str, Any]:
+    """Return the declarations of a Megatron-core job after one step."""
+    from tests.harness import megatron_models
+
+    megatron_models.start(**mesh)
+    engine = megatron_models.make_engine(**options)
+    megatron_models.train(engine, 1)
+    return _declared(engine)

@@ -74,3 +74,112 @@ def load_and_compare(rank: int, world: int, root: str, layout: dict[str, Any]) -
         "differ": [k for k in sorted(expected.keys() & found.keys()) if not torch.equal(expected[k], found[k])],
         "trains": bool(torch.isfinite(torch.tensor(job.train(2, start=2))).all()),
     }
+
+
+def error_of(call: Any) -> str:
+    """Return how ``call`` fails, or ``""``."""
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def padding_is_cleared(rank: int, world: int, root: str, layout: dict[str, Any]) -> list[float]:
+    """Save and load; return the largest value in the row that pads the vocabulary, before and after (last rank)."""
+    first = build(layout)
+    first.train(2)
+    ckpt.save(first.saved, root)
+    second = build(layout, seed=7)
+    second.train(1)
+    before = _padding(second)
+    ckpt.load(second.saved, root)
+    return [before, _padding(second)]
+
+
+def _padding(job: Engine) -> float:
+    import deepspeed
+    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+    p = job.engine.module.embed.weight
+    with deepspeed.zero.GatheredParameters([p], enabled=hasattr(p, "ds_id")):
+        found = [p.detach().float().clone()]
+    if hasattr(job.engine.optimizer, "_lazy_init_hp_params_optimizer_state"):
+        found.append(safe_get_full_fp32_param(p))
+        found.append(safe_get_full_optimizer_state(p, "exp_avg_sq"))
+    return max(float(t[-1].abs().max()) for t in found)
+
+
+def gate_noise(rank: int, world: int, root: str, layout: dict[str, Any]) -> dict[str, Any]:
+    """Do the losses of a mixture of experts depend on the generator, which DeepSpeed itself does not save?"""
+    first = build(layout)
+    first.train(2)
+    ckpt.save(first.saved, root)
+    losses = first.train(2, start=2)
+    second = build(layout, seed=7)
+    ckpt.load(second.saved, root)
+    torch.manual_seed(4711 + rank)
+    return {"reseeded": second.train(2, start=2) == losses}
+
+
+def not_tied(rank: int, world: int, root: str, layout: dict[str, Any]) -> dict[str, Any]:
+    """A module that a pipeline shares between stages has a parameter which it does not share."""
+    from tests.harness.parallel_engines import STAGES
+
+    first = build(layout)
+    first.train(2)
+    state = adapter_for(first.saved).describe()
+    merged = [{"match": r"tied_modules\.embed@\d+\.(.*)", "name": "embed.{1}"}, *STAGES]
+    as_one = ckpt.Parallel(first.engine, rules={"names": merged})
+    return {
+        "names": sorted({s.spec.fqn for s in state.shards if "embed" in s.spec.fqn}),
+        "merged": error_of(lambda: ckpt.save(as_one, f"{root}/merged", on_divergence="error")),
+    }
+
+
+def half_loaded(rank: int, world: int, layout: dict[str, Any]) -> None:
+    """Train a pipeline whose load has failed midway."""
+    from ckpt.runtime.guard import mark_half_loaded
+
+    job = build(layout)
+    mark_half_loaded(adapter_for(job.saved).module())
+    job.train(1)
+
+
+def refusals(rank: int, world: int, root: str) -> dict[str, str]:
+    """Return the error of everything that a user can get wrong about tensor parallelism, by what is wrong."""
+    from tests.harness.parallel_engines import CUT
+
+    job = build({"kind": "tp", "tp": 2, "stage": 1, "dtype": "bf16"})
+    engine, mpu = job.engine, job.engine.mpu
+    named = dict(engine.module.named_parameters())
+    errors: dict[str, str] = {}
+
+    def attempt(label: str, **parallel: Any) -> None:
+        errors[label] = error_of(lambda: ckpt.save(ckpt.Parallel(engine, **parallel), f"{root}/{label}"))
+
+    attempt("idle", rules={"tensors": [*CUT, {"match": "encoder.*", "dim": 0}], "names": [{"match": "a", "name": "b"}]})
+    attempt("unexplained", rules={"tensors": CUT[:1]})
+    attempt("disagree", rules={"tensors": [{**CUT[0], "size": 61 + rank}, *CUT[1:]]})
+    attempt("groups", groups={"tp": [[0, 1], [0, 1], [0, 2], [1, 3]][rank], "dp": [[0], [1], [2], [3]][rank]})
+    wrong = [{"match": r"embed\.weight", "dim": 2}, {"match": r".*gate_up\.weight", "dim": 0, "size": 99}, *CUT]
+    attempt("unfit", rules={"tensors": wrong})
+    embed = named["embed.weight"]
+    for name in ("embed.weight", "blocks.0.down.weight"):
+        del named[name].partition_dim
+    engine.zero_hpz_partition_size = lambda: 2
+    attempt("no dimension, and hpz")
+    del engine.zero_hpz_partition_size
+    for p in named.values():
+        p.tensor_model_parallel = False
+    attempt("all whole")
+    for p in named.values():
+        del p.tensor_model_parallel
+    attempt("nothing said")
+    embed.tensor_model_parallel = True
+    mpu.get_data_parallel_world_size = lambda: 3
+    mpu.get_tensor_model_parallel_rank = lambda: 1 - dist.get_rank(mpu.tp)
+    attempt("liar", rules={"tensors": CUT})
+    del mpu.get_data_parallel_world_size, mpu.get_tensor_model_parallel_rank
+    attempt("fine", rules={"tensors": CUT})
+    return errors

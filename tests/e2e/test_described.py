@@ -11,7 +11,7 @@ from ckpt.describe.closed import holdings
 from ckpt.layout.box import Box
 from ckpt.layout.graph import ShardGraph
 from ckpt.layout.spec import RankLayout, Shard, TensorSpec
-from tests.harness.descriptions import TINY_GPT, TORCH_GPT, canonical, described
+from tests.harness.descriptions import MIXTURE, NET, TINY_GPT, TORCH_GPT, canonical, described
 from tests.harness.pool import ranks
 
 
@@ -78,3 +78,34 @@ def test_torch(layout: str, world: int, parallel: dict[str, Any]) -> None:
     found = live(world, "torch_job", layout=layout)
     expected = described(TORCH_GPT, dtype="float32", decay_groups=True, **parallel)
     check(found, holdings(expected))
+
+
+TWO_GROUPS = {"decay_groups": True}
+
+
+@pytest.mark.parametrize(
+    ("world", "file", "layout", "parallel"),
+    [
+        (4, NET, {"kind": "tp", "tp": 2, "stage": 1, "dtype": "bf16"}, {"tp": 2, "dp": 2, **TWO_GROUPS}),
+        (4, NET, {"kind": "tp", "tp": 2, "stage": 3, "dtype": "bf16"}, {"tp": 2, "dp": 2, **TWO_GROUPS}),
+        (4, NET, {"kind": "pp", "pp": 2, "stage": 1, "dtype": "bf16"}, {"pp": 2, "dp": 2, **TWO_GROUPS}),
+        (4, NET, {"kind": "pp", "pp": 2, "tp": 2, "stage": 0, "dtype": "fp32"}, {"pp": 2, "tp": 2, **TWO_GROUPS}),
+        (
+            8,
+            NET,
+            {"kind": "pp", "pp": 2, "tp": 2, "stage": 1, "dtype": "bf16"},
+            {"pp": 2, "tp": 2, "dp": 2, **TWO_GROUPS},
+        ),
+        (4, MIXTURE, {"kind": "moe", "ep": 2, "stage": 1, "dtype": "bf16"}, {"ep": 2, "dp": 4}),
+        (4, MIXTURE, {"kind": "moe", "ep": 2, "stage": 2, "dtype": "bf16"}, {"ep": 2, "dp": 4}),
+        (4, NET, {"kind": "sp", "stage": 1, "dtype": "bf16"}, {"cp": 2, "dp": 2, **TWO_GROUPS}),
+    ],
+    ids=["tp", "tp, zero 3", "pp", "pp x tp, zero 0", "pp x tp x dp", "moe", "moe, zero 2", "sp"],
+)
+def test_deepspeed_in_model_parallelism(
+    world: int, file: str, layout: dict[str, Any], parallel: dict[str, Any]
+) -> None:
+    found = live(world, "parallel", layout=layout)
+    dtype = {"bf16": "bfloat16", "fp32": "float32"}[layout["dtype"]]
+    stages = {"stages": (2, 1)} if layout["kind"] == "pp" else {}
+    check(found, holdings(described(file, engine="deepspeed", zero=layout["stage"], dtype=dtype, **stages, **parallel)))

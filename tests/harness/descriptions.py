@@ -67,6 +67,37 @@ tied: {head.weight: embed.weight}
 """
 """Without tensor parallelism of embedding and head, as DTensor cuts it in ``torch_jobs``."""
 
+NET = """
+name: Net
+layers: 3
+tensors:
+  embed.weight: {shape: [61, 16], kind: embedding, stage: ends, tp: {dim: 0, size: 61}}
+  blocks.{layer}.norm.weight: {shape: [16]}
+  blocks.{layer}.norm.bias: {shape: [16]}
+  blocks.{layer}.gate_up.weight: {shape: [40, 16], tp: {dim: 0, stride: 2}}
+  blocks.{layer}.gate_up.bias: {shape: [40], tp: {dim: 0, stride: 2}}
+  blocks.{layer}.down.weight: {shape: [16, 20], tp: {dim: 1}}
+  blocks.{layer}.down.bias: {shape: [16]}
+  blocks.{layer}.calls: {shape: [], kind: buffer, dtype: int64}
+  norm.weight: {shape: [16]}
+  norm.bias: {shape: [16]}
+"""
+"""Of ``parallel_models``. A pipeline there has one name for the embedding on both ends, so there is no alias."""
+
+MIXTURE = """
+name: Mixture
+experts: 4
+tensors:
+  embed.weight: {shape: [61, 16], kind: embedding}
+  norm.weight: {shape: [16]}
+  norm.bias: {shape: [16]}
+  moe.deepspeed_moe.gate.wg.weight: {shape: [4, 16], kind: router}
+  moe.deepspeed_moe.experts.deepspeed_experts.{expert}.0.weight: {shape: [20, 16]}
+  moe.deepspeed_moe.experts.deepspeed_experts.{expert}.0.bias: {shape: [20]}
+  moe.deepspeed_moe.experts.deepspeed_experts.{expert}.2.weight: {shape: [16, 20]}
+  moe.deepspeed_moe.experts.deepspeed_experts.{expert}.2.bias: {shape: [16]}
+"""
+
 
 def described(file: str, **parallel: Any) -> Description:
     """Return the description of one of the files above."""

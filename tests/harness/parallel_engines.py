@@ -1,7 +1,7 @@
 """DeepSpeed engines around :mod:`tests.harness.parallel_models`, one function for every layout.
 
-A layout is plain data: ``{"kind": "tp", "tp": 2, "stage": 1, "dtype": "bf16"}``. ``whole_state`` is the witness for all of
-them: what the model is, read through DeepSpeed's own accessors and put together by hand.
+A layout is plain data: ``{"kind": "tp", "tp": 2, "stage": 1, "dtype": "bf16"}``. ``whole_state`` is the witness for all
+of them: what the model is, read through DeepSpeed's own accessors and put together by hand.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ CUT = [
     {"match": r"embed\.weight", "dim": 0, "size": VOCAB},
     {"match": r"blocks\.\d+\.gate_up\..*", "dim": 0, "stride": 2},
     {"match": r"blocks\.\d+\.down\.weight", "dim": 1},
-    {"match": r"blocks\.\d+\.down\.bias|.*norm\..*"},
+    {"match": r"blocks\.\d+\.(down\.bias|calls)|.*norm\..*"},
 ]
 
 STAGES = [
-    {"match": r"tied_modules\.embed(?:@\d+)?\.(.*)", "name": "embed.{1}"},
+    {"match": r"tied_modules\.embed\.(.*)", "name": "embed.{1}"},
     {"match": rf"{LAYERS + 1}\.(.*)", "name": "norm.{1}"},
     {"match": r"(\d+)\.(.*)", "name": "blocks.{1-1}.{2}"},
 ]
@@ -115,7 +115,7 @@ def _tp(layout: dict[str, Any], config: dict[str, Any]) -> Engine:
 
 def _pp(layout: dict[str, Any], config: dict[str, Any]) -> Engine:
     from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
-    from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology, PipelineParallelGrid
+    from deepspeed.runtime.pipe.topology import PipelineParallelGrid, PipeModelDataParallelTopology
 
     pp, tp = layout["pp"], layout.get("tp", 1)
     topology = PipeModelDataParallelTopology(num_pp=pp, num_mp=tp, num_dp=dist.get_world_size() // (pp * tp))
@@ -210,6 +210,10 @@ def _local_state(engine: Any, layout: dict[str, Any]) -> dict[str, torch.Tensor]
             state = {"weight": safe_get_full_fp32_param(p)}
             state |= {k: safe_get_full_optimizer_state(p, k) for k in ("exp_avg", "exp_avg_sq")}
         found |= {f"{name}/{k}": v.detach().float().reshape(shape).clone() for k, v in state.items()}
+    for name, module in engine.module.named_modules():
+        if isinstance(module, Block):
+            name = _whole_name(f"{name}.", layout)
+            found |= {f"{name}calls": module.calls.clone(), f"{name}counted": torch.tensor(module.counted)}
     return found
 
 

@@ -1,7 +1,8 @@
 """One small network in every kind of model parallelism, with the names and values of its unpartitioned twin.
 
-Every part is made whole and then cut, so that a seed gives the same model in any layout. Awkward on purpose: gate and up
-are fused in one column-parallel matrix, the vocabulary is padded to be cut, input and output embedding are tied.
+Every part is made whole and then cut, so that a seed gives the same model in any layout. Awkward on purpose: gate and
+up are fused in one column-parallel matrix, the vocabulary is padded to be cut, input and output embedding are tied, and
+blocks count their calls, in a buffer and beside their tensors.
 """
 
 from __future__ import annotations
@@ -138,14 +139,24 @@ class Block(nn.Module):
         self.norm = nn.LayerNorm(WIDTH)
         self.gate_up = Column(WIDTH, 2 * HIDDEN, group, stride=2)
         self.down = Row(HIDDEN, WIDTH, group)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+        self.counted = 0
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"counted": self.counted}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.counted = state["counted"]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.counted += 1
         gate, up = self.gate_up(self.norm(x)).chunk(2, dim=-1)
         return x + self.down(F.silu(gate) * up)
 
 
 class Net(nn.Module):
-    """The whole model, on this rank or cut over a tensor-parallel group. ``sequence``: this rank's half of the tokens."""
+    """The whole model, or cut over a tensor-parallel group. ``sequence``: which part of the tokens is this rank's."""
 
     def __init__(self, layers: int, group: Any = None, sequence: tuple[int, int] = (0, 1)) -> None:
         super().__init__()

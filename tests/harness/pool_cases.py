@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
 from typing import Any
@@ -52,3 +53,8 @@ def kill_one(rank: int, world: int) -> str:
 def environment(rank: int, world: int, *, name: str) -> str | None:
     """Return a variable of the rank's environment."""
     return os.environ.get(name)
+
+
+def is_loaded(rank: int, world: int, *, name: str) -> bool:
+    """Is a module there already?"""
+    return name in sys.modules

@@ -57,3 +57,12 @@ def test_an_unknown_target_is_an_error_of_every_rank() -> None:
 def test_environment_reaches_the_ranks() -> None:
     assert ranks(1, CASES + "environment", env={"CKPT_X": "7"}, name="CKPT_X").values() == ["7"]
     assert ranks(1, CASES + "environment", name="CKPT_X").values() == [None]
+
+
+def test_a_module_is_imported_before_the_fork_for_those_who_ask() -> None:
+    target = CASES + "is_loaded"
+    assert ranks(1, target, name="this").values() == [False]
+    assert ranks(1, target, name="this", preload=("this",)).values() == [True]
+    with pytest.raises(RuntimeError, match="No module named 'nosuchmodule'"):
+        ranks(1, target, name="this", preload=("nosuchmodule",))
+    assert ranks(1, target, name="this").values() == [True]  # and the pool lives on

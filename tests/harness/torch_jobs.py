@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import ckpt
@@ -25,11 +27,6 @@ from tests.harness.torch_models import (
     part_of_model,
 )
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import nn
-
 UNEVEN = (0, 1, LAYERS)
 """Where two stages of a pipeline begin and end."""
 
@@ -46,7 +43,6 @@ class Job:
     schedule: Any = None
     after_backward: Callable[[], None] = lambda: None
     stage: int | None = None
-    extra_optimizers: list[Any] = field(default_factory=list)
 
     def train(self, steps: int, start: int = 0) -> list[float]:
         """Run optimizer steps and return this rank's losses; they depend on the state and the step numbers alone."""

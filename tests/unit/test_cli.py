@@ -24,6 +24,7 @@ from ckpt.format.manifest import (
     ChunkEntry,
     CommitBody,
     Divergence,
+    DivergingElements,
     IndexPart,
     IndexRoot,
     ObjectEntry,
@@ -68,7 +69,10 @@ def write_step(root: Path, step: int, reuse: PackRef | None = None) -> PackRef:
     )
     one = repository.write_index(f"{prefix}/index/part-0.json.zst", part)
     copies = {digest(b"a"): (0,), digest(b"b"): (1,)}
-    diverged = Divergence(fqn="scale", role="buffer", offsets=(), sizes=(), copies=copies, kept=digest(b"a"))
+    exact = DivergingElements(offsets=(), sizes=(), elements=1, unordered=0, max_abs=0.25)
+    diverged = Divergence(
+        fqn="scale", role="buffer", offsets=(), sizes=(), copies=copies, kept=digest(b"a"), differing=exact
+    )
     index = IndexRoot(
         format=VERSION, step=step, attempt="a1", world=2, layout=digest(b"layout"), specs=SPECS, derived=(LONG,),
         aliases={"head.weight": LONG}, parts=(one,), divergences=(diverged,),
@@ -135,7 +139,7 @@ def test_show_tells_where_every_tensor_is(root: Path) -> None:
         "scalar",
         "head.weight",
         "loader",
-        "replicas differ",
+        "replicas differ: scale (buffer) at []+[], 1 element(s) in []+[], by at most 0.25: ",
     ):
         assert text in out, text
     document = json.loads(run("show", root, "--step", "9", "--json"))

@@ -4,8 +4,8 @@
 (() => {
   const data = JSON.parse(document.getElementById("data").textContent);
   const { layers, held, columns: rows } = data.heat;
-  const [map, axis, cells, tip, legend] = ["map", "axis", "cells", "tip", "legend"].map((id) => document.getElementById(id));
-  const [roleChoice, countChoice] = [document.getElementById("role"), document.getElementById("count")];
+  const [map, axis, cells, mark, tip, legend, roleChoice, countChoice] =
+    ["map", "axis", "cells", "mark", "tip", "legend", "role", "count"].map((id) => document.getElementById(id));
   const CLASSES = ["0: lost", "1", "2", "3–4", "5–8", "9–16", "17–64", "65 and more"];
   const LAYER = 0, COPIES = 1, DOMAINS = 2, HELD = 3, LEAST = 4, MOST = 5; // of a cell
   const at = rows.map((row) => new Map(row.cells.map((cell) => [cell[LAYER], cell])));
@@ -33,8 +33,7 @@
     }
   }
 
-  const many = (n, noun) => `${n.toLocaleString("en")} ${noun}${n === 1 ? "" : noun === "copy" ? "" : "s"}`;
-  const copyWord = (n) => `${n.toLocaleString("en")} ${n === 1 ? "copy" : "copies"}`;
+  const many = (n, noun, plural = `${noun}s`) => `${n.toLocaleString("en")} ${n === 1 ? noun : plural}`;
   const kind = data.domain;
 
   function some(text, count) {
@@ -117,13 +116,18 @@
         fill(pen, shade, number, x, y * size.height, size.width - gap, size.height - slit);
       }
     });
+    pen.fillStyle = shade.paper;
+    rows.forEach((row, y) => { // a line between what fails together, where it hides nothing
+      if (size.height >= 4 && y && row.domains !== rows[y - 1].domains && kind !== "rank") {
+        pen.fillRect(size.left, y * size.height - 1, width, 1.5);
+      }
+    });
     pen.fillStyle = colour("--quiet");
     pen.textAlign = "right";
     const every = Math.ceil(13 / size.height);
     rowText.forEach((text, y) => {
       if (y % every === 0) pen.fillText(cut(pen, text, size.left - 8), size.left - 6, y * size.height + Math.max(6, size.height / 2));
     });
-    if (here) outline(pen);
     drawLegend(shade, used);
     cells.dataset.cells = used.reduce((a, b) => a + b, 0);
     Object.assign(cells.dataset, { left: size.left, cellWidth: size.width, cellHeight: size.height });
@@ -133,18 +137,20 @@
 
   function drawAxis(pen) {
     pen.fillStyle = colour("--quiet");
-    const every = Math.ceil(12 / size.width);
+    const numbers = label.filter((text, x) => text !== layers[x]);
+    const widest = Math.max(0, ...numbers.map((text) => pen.measureText(text).width));
+    const every = [1, 2, 5, 10, 20, 50, 100].find((step) => step * size.width >= widest + 6) || 1000;
     label.forEach((text, x) => {
       const numbered = text !== layers[x];
       if (numbered && Number(text) % every) return; // 0, 5, 10 …
       pen.save();
       pen.translate(size.left + (x + 0.5) * size.width, size.top - 5);
-      if (!numbered || pen.measureText(text).width > size.width * every - 2) {
-        pen.rotate(-Math.PI / 2);
-        pen.textAlign = "left";
-      } else {
+      if (numbered) {
         pen.translate(0, -4);
         pen.textAlign = "center";
+      } else {
+        pen.rotate(-Math.PI / 2);
+        pen.textAlign = "left";
       }
       pen.fillText(cut(pen, text, 96), 0, 0);
       pen.restore();
@@ -161,12 +167,6 @@
       fill(sharp(swatch, 14, 14), shade, number, 0, 0, 14, 14);
       return item;
     }));
-  }
-
-  function outline(pen) {
-    pen.strokeStyle = colour("--ink");
-    pen.lineWidth = 2;
-    pen.strokeRect(size.left + here.layer * size.width, here.row * size.height, size.width, Math.max(4, size.height));
   }
 
   // ------------------------------------------------------------------------------------------ pointing and walking
@@ -190,7 +190,7 @@
       return;
     }
     const where = kind === "rank" ? "" : ` on ${many(cell[DOMAINS], kind)}`;
-    const said = element("div", `whole state: ${copyWord(cell[COPIES])}${where}`, tip);
+    const said = element("div", `whole state: ${many(cell[COPIES], "copy", "copies")}${where}`, tip);
     said.className = `verdict ${cell[DOMAINS] > data.k ? "good" : "bad"}`;
     said.append(cell[DOMAINS] < 1 ? ": cannot be rebuilt" : cell[DOMAINS] > data.k
       ? `: survives any ${many(cell[DOMAINS] - 1, kind)}` : ": must be written");
@@ -218,20 +218,23 @@
     tip.style.left = `${Math.max(0, over ? x - tip.offsetWidth - size.width - 20 : x)}px`;
     const below = map.getBoundingClientRect().top + y + tip.offsetHeight > window.innerHeight;
     tip.style.top = `${Math.max(0, below ? y - tip.offsetHeight - size.height - 16 : y)}px`;
-    frame();
+    mark.style.left = `${size.left + layer * size.width - 2}px`;
+    mark.style.top = `${size.top + row * size.height - 2}px`;
+    mark.style.width = `${size.width + 3}px`;
+    mark.style.height = `${size.height + 3}px`;
+    mark.hidden = false;
   }
 
   function hide() {
     here = null;
-    tip.hidden = true;
-    frame();
+    tip.hidden = mark.hidden = true;
   }
 
   let waiting = false;
   function frame() { // at most one drawing for each picture that is shown
     if (waiting) return;
     waiting = true;
-    requestAnimationFrame(() => { waiting = false; draw(); });
+    requestAnimationFrame(() => { waiting = false; hide(); draw(); });
   }
 
   cells.addEventListener("pointermove", (event) => {

@@ -48,12 +48,14 @@ def test_plain_data_parallel_needs_no_write():
     [
         ([[(0, 1)] * 5], 1, "parameter 2 times on 1 host, optimizer state 2 times on 1 host: must be written"),
         ([[(0, 2)] * 5], 1, "every copy elsewhere: survives any 1 host"),
-        ([[(0, 2)] * 5], 2, "parameter 2 times, optimizer state 2 times: survives any 1 host, must be written against 2"),
+        ([[(0, 2)] * 5], 2,
+         "parameter 2 times, optimizer state 2 times: survives any 1 host, must be written against 2"),
         ([[(0, 2)] * 4 + [(0,)]], 1, "parameter 2 times, optimizer state (step) once: must be written"),
-        ([[(0, 2), (0, 2), (0,), (0, 2), (0, 2)]], 1, "parameter 2 times, optimizer state (master) once: must be written"),
-        ([[(0, 2)] * 3 + [(1,), (0, 2)]], 1,
-         "parameter once, optimizer state 2 times: survives any 1 host"),
-        ([[(0, 2), (0, 2), (), (0, 2), (0, 2)]], 1, "parameter 2 times, optimizer state (master) nowhere: cannot be rebuilt"),
+        ([[(0, 2), (0, 2), (0,), (0, 2), (0, 2)]], 1,
+         "parameter 2 times, optimizer state (master) once: must be written"),
+        ([[(0, 2)] * 3 + [(1,), (0, 2)]], 1, "parameter once, optimizer state 2 times: survives any 1 host"),
+        ([[(0, 2), (0, 2), (), (0, 2), (0, 2)]], 1,
+         "parameter 2 times, optimizer state (master) nowhere: cannot be rebuilt"),
     ],
 )  # fmt: skip
 def test_verdicts(holders, k, verdict):
@@ -96,8 +98,9 @@ def test_a_named_loss():
 def test_the_heat_map_of_a_small_job_has_a_column_for_each_rank():
     heat = analyze(data_parallel(4, zero=1), Domains.by_host(4, 2)).heat
     assert heat.layers == ("blocks.0", "blocks.1")
-    assert heat.roles == (("exp_avg", "exp_avg_sq", MASTER, PARAM, "step"),)
-    assert [(c.ranks, c.count, c.domain) for c in heat.columns] == [
+    held = [("exp_avg", 1, 1), ("exp_avg_sq", 1, 1), (MASTER, 1, 1), (PARAM, 4, 2), ("step", 4, 2)]
+    assert [[(one.role, one.copies, one.domains) for one in roles] for roles in heat.held] == [held]
+    assert [(c.ranks, c.count, c.domains) for c in heat.columns] == [
         ("0", 1, "0"), ("1", 1, "0"), ("2", 1, "1"), ("3", 1, "1"),
     ]  # fmt: skip
     # Each rank loses its slice with itself; 60 elements of 12 bytes, the whole param of 240 x 2, and the step.
@@ -105,7 +108,7 @@ def test_the_heat_map_of_a_small_job_has_a_column_for_each_rank():
 
 
 def _plain(cell):
-    return (cell.layer, cell.copies, cell.domains, cell.roles, cell.least_bytes, cell.most_bytes)
+    return (cell.layer, cell.copies, cell.domains, cell.held, cell.least_bytes, cell.most_bytes)
 
 
 def test_a_large_job_puts_ranks_that_hold_alike_into_one_column():

@@ -46,7 +46,7 @@ def test_thousands_of_hosts_overflow_nothing():
         assert row.nothing_lost == (rounded(float(exact)) if exact > Fraction(1, 10**30) else 0.0)
         # Each group is worth the same and dies with the chance of its two hosts.
         assert row.bytes.expected_share == rounded(float(1 - Fraction(lost * (lost - 1), 2048 * 2047)))
-        assert row.bytes.worst_share == 1 - lost // 2 / 1024
+        assert row.bytes.worst_share == rounded(1 - lost // 2 / 1024)
         assert row.exact
 
 

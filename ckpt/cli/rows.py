@@ -1,0 +1,80 @@
+"""Parts of a report as rows for people: the same on the terminal and on the page."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from ckpt.cli.words import count, percent
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ckpt.analysis.classes import CellClass, RoleCopies
+    from ckpt.analysis.report import MustWrite, Report
+    from ckpt.analysis.survival import Held
+    from ckpt.cli.subject import PaperCount
+
+SHOWN_LOSSES = 3
+"""Losses that "must be written" is shown for, unless more are asked for."""
+
+
+class MergedClass(NamedTuple):
+    """Classes that differ in how often scalars are held, and in nothing that matters. ``first``: one of them."""
+
+    first: CellClass
+    roles: tuple[RoleCopies, ...]
+    nbytes: int
+
+    def label(self, domain: str) -> str:
+        """Say how often its roles are held, those that are held alike together."""
+        alike: dict[tuple[int, int], list[str]] = {}
+        for one in self.roles:
+            alike.setdefault((one.copies, one.domains), []).append(one.role)
+        said = []
+        for (held, domains), names in sorted(alike.items()):
+            on = "" if domain == "rank" or held == 0 else f" on {count(domains, domain)}"
+            said.append(f"{', '.join(names)}: {held:,}{on}")
+        what = "" if self.first.kind in ("trained", "scalar") else f"{self.first.kind}: "
+        return what + "; ".join(said)
+
+    def survives(self, domain: str) -> str:
+        """Say how many losses it survives, whichever they are."""
+        tolerance = self.first.tolerance
+        return "is lost" if tolerance < 0 else f"any {count(tolerance, domain)}" if tolerance else "none"
+
+
+def merged_classes(classes: Sequence[CellClass]) -> list[MergedClass]:
+    """Return classes as rows, in the order of the report."""
+    found: dict[tuple[object, ...], MergedClass] = {}
+    for one in classes:
+        roles = tuple(role for role in one.roles if one.kind == "scalar" or not role.scalar)
+        key = (one.kind, one.derived, roles, one.tolerance, one.verdict)
+        known = found.get(key, MergedClass(one, roles, 0))
+        found[key] = known._replace(nbytes=known.nbytes + one.bytes)
+    return list(found.values())
+
+
+def shown_losses(report: Report) -> Sequence[MustWrite]:
+    """Return the rows of "must be written" that are shown."""
+    return report.must_write[: max(SHOWN_LOSSES, report.k)]
+
+
+def worst_shares(held: Held) -> tuple[float, float]:
+    """Return the bounds of the share that is held in the worst case; equal where it is exact."""
+    if held.worst == held.worst_upper:
+        return held.worst_share, held.worst_share
+    if not held.worst:  # the whole is not known from here
+        return 0.0, 1.0
+    return held.worst_share, held.worst_share * held.worst_upper / held.worst
+
+
+def paper_lines(paper: PaperCount) -> list[tuple[str, str]]:
+    """Return our number beside the paper's, as (name, text)."""
+    lines = [("this layout", f"{percent(paper.share)} of parameters, gradients and optimizer states")]
+    if paper.open:
+        stated = "none for this layout" if paper.published is None else f"{paper.published:g} %"
+        if paper.changed:
+            stated += f", for another layout: {', '.join(paper.changed)} replaced"
+        lines.append(("the paper's number", stated))
+    lines.append(("layout", paper.layout))
+    return [*lines, ("sources", paper.open)] if paper.open else lines
