@@ -14,6 +14,7 @@ from ckpt.analysis.report import analyze as report_of
 from ckpt.engine.base import EngineAdapter
 from ckpt.engine.find import adapter_for
 from ckpt.errors import ConfigError
+from ckpt.format.digest import digest
 from ckpt.runtime.auditing import audit_job
 from ckpt.runtime.contents import content_of
 from ckpt.runtime.describing import meet
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
 Mapped = Callable[[int], object] | Mapping[int, object] | Mapping[str, Iterable[int]]
 DomainsLike = str | Domains | Mapped
 """``"host"``, ``"rank"``, a function of the rank, rank -> name, or name -> its ranks."""
+
+SHOWN_OPTION = 120
+"""Characters of an argument that an error shows."""
 
 
 class AuditedReport(Report, frozen=True, kw_only=True):
@@ -103,13 +107,18 @@ def _analyze_engine(
     lost = lose if lose is None or isinstance(lose, str) else tuple(lose)
     given = None if domains in (None, HOST) else _given_domains(comm.world, domains)
     asked = (f"domains={HOST if given is None else given}", f"lose={lost!r}", f"k={k}", f"audit={audit}")
-    met = meet(comm, "analyze", lambda: adapter_for(engine), asked)
+    met = meet(comm, "analyze", lambda: adapter_for(engine), tuple(map(_short, asked)))
     found = given or Domains.by_host(comm.world, met.hosts)
     report = report_of(holdings_of(met.job.graph), found, lost=lost, k=k)
     if not audit:
         return report
     claims: AuditReport = audit_job(comm, met.job, PieceTable(met.state.shards))
     return AuditedReport(**msgspec.structs.asdict(report), audit=claims.plain())
+
+
+def _short(option: str) -> str:
+    """Return what to compare between ranks: every rank learns it of every other, so it must not grow with the world."""
+    return option if len(option) <= SHOWN_OPTION else f"{option[:SHOWN_OPTION]}… ({digest(option.encode())})"
 
 
 def _given_domains(world: int, domains: DomainsLike | None) -> Domains:

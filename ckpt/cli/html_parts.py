@@ -65,11 +65,12 @@ def facts(report: Report) -> str:
     """Return the summary in a few large numbers."""
     domain, total, must = report.domain_kind, report.total, report.must_write[report.k - 1 : report.k]
     on = "" if domain == "rank" else f" on {count(report.domain_count, domain)}"
+    derived = f"; {size(total.bytes_derivable)} more can be derived from it" if total.bytes_derivable else ""
     said = [
         (f"{report.world:,}", f"rank{'s' * (report.world != 1)}{on}"),
         (amount(report.parameters), f"parameters in {count(report.tensors, 'tensor')}"),
         (size(total.bytes_held), "held by all ranks together"),
-        (size(total.bytes_unique), f"unique; {size(total.bytes_derivable)} more can be derived from it"),
+        (size(total.bytes_unique), f"unique{derived}"),
         (percent(total.redundant_share), "of what is held is redundant"),
         *((size(row.bytes), f"must be written, if {count(row.losses, domain)} may be lost") for row in must),
     ]
@@ -100,8 +101,8 @@ def survival(report: Report) -> str:
     rows = [
         (
             number(f"{row.lost:,}"),
-            Cell(bar(row.bytes.worst_share, "share") + text(between(*worst_shares(row.bytes)))),
-            Cell(bar(row.bytes.expected_share, "soft") + text(percent(row.bytes.expected_share))),
+            bar(row.bytes.worst_share, "share", between(*worst_shares(row.bytes))),
+            bar(row.bytes.expected_share, "soft", percent(row.bytes.expected_share)),
             cell(between(row.nothing_lost, row.nothing_lost_upper)),
             cell("exact" if row.exact else "a bound"),
         )
@@ -110,12 +111,11 @@ def survival(report: Report) -> str:
     return table((number("lost"), *map(cell, named)), rows)
 
 
-def bar(share: float, style: str) -> str:
-    """Return a bar that is filled to a share."""
-    return (
-        '<svg aria-hidden="true"><rect class="track" width="100%" height="100%" rx="2"/>'
-        f'<rect class="{style}" width="{100 * share:.3f}%" height="100%" rx="2"/></svg>'
-    )
+def bar(share: float, style: str, said: str) -> Cell:
+    """Return a cell with a bar that is filled to a share, and a text."""
+    track = '<rect class="track" width="100%" height="100%" rx="2"/>'
+    filled = f'<rect class="{style}" width="{100 * share:.3f}%" height="100%" rx="2"/>'
+    return Cell(f'<svg aria-hidden="true">{track}{filled}</svg>{text(said)}', "short")
 
 
 def classes(report: Report) -> str:

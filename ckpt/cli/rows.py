@@ -34,7 +34,7 @@ class MergedClass(NamedTuple):
         for (held, domains), names in sorted(alike.items()):
             on = "" if domain == "rank" or held == 0 else f" on {count(domains, domain)}"
             said.append(f"{', '.join(names)}: {held:,}{on}")
-        what = "" if self.first.kind in ("trained", "scalar") else f"{self.first.kind}: "
+        what = f"{self.first.kind}: " if self.first.kind in ("parameter", "state") else ""
         return what + "; ".join(said)
 
     def survives(self, domain: str) -> str:
@@ -73,7 +73,7 @@ def paper_lines(paper: PaperCount) -> list[tuple[str, str]]:
     lines = [("this layout", f"{percent(paper.share)} of parameters, gradients and optimizer states")]
     if paper.open:
         stated = "none for this layout" if paper.published is None else f"{paper.published:g} %"
-        if paper.changed:
+        if paper.published is not None and paper.changed:
             stated += f", for another layout: {', '.join(paper.changed)} replaced"
         lines.append(("the paper's number", stated))
     lines.append(("layout", paper.layout))

@@ -64,8 +64,7 @@ def mesh_of(engine: Any, context: Context) -> Mesh:
 def _ask(mpu: Any, axis: str, mesh: Mesh) -> None:
     groups = {kind: group for kind in _KINDS[axis] if (group := _group(mpu, kind)) is not None}
     claims = {kind: (_number(mpu, f"get_{kind}_world_size"), _number(mpu, f"get_{kind}_rank")) for kind in _KINDS[axis]}
-    best = next(iter(groups), None)
-    if best != "model_parallel" or hasattr(mpu, "initialize_sequence_parallel"):
+    if next(iter(groups), "model_parallel") != "model_parallel" or hasattr(mpu, "initialize_sequence_parallel"):
         # There it is of several axes together, or (DeepSpeed's parallel_state_sp) another name of the sequence's.
         claims.pop("model_parallel", None)
         groups.pop("model_parallel", None)

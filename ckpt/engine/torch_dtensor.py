@@ -42,7 +42,7 @@ def dtensor_tiling(tensor: Any) -> tuple[Tiling, str]:
     if coordinate is None:
         return Tiling(shape, local, ()), ""
     sizes = [mesh.size(i) for i in range(mesh.ndim)]
-    tiling = Tiling.of_runs(shape, runs_of(shape, placements, sizes, coordinate))
+    tiling = tiling_at(shape, placements, sizes, coordinate)
     if tiling.local != local:
         return tiling, (
             f"has a local tensor of shape {list(local)}, expected {list(tiling.local)} by its global shape "
@@ -51,10 +51,20 @@ def dtensor_tiling(tensor: Any) -> tuple[Tiling, str]:
     return tiling, ""
 
 
-def runs_of(
+def tiling_at(
+    shape: Sequence[int], placements: Sequence[Any], sizes: Sequence[int], coordinate: Sequence[int]
+) -> Tiling:
+    """Return what the rank at ``coordinate`` of a mesh of shape ``sizes`` holds; placements are shards or replicas."""
+    tiling = Tiling.of_runs(shape, _runs(shape, placements, sizes, coordinate))
+    if 0 in shape:  # has no elements, and is held all the same
+        here = (0,) * len(shape)
+        return Tiling(tiling.shape, tiling.local, (Tile(Box(here, tiling.local), here),))
+    return tiling
+
+
+def _runs(
     shape: Sequence[int], placements: Sequence[Any], sizes: Sequence[int], coordinate: Sequence[int]
 ) -> dict[int, Runs]:
-    """Return what the rank at ``coordinate`` of a mesh of shape ``sizes`` holds of each dimension that is cut."""
     axes: dict[int, list[int]] = {}
     for axis, placement in enumerate(placements):
         if "Replicate" not in class_names(placement):

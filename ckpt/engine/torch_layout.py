@@ -77,8 +77,8 @@ def layout_of(parts: Parts, context: Context) -> Layout:
                 layout.buffers.append(Named(listed, _tiling(layout.tiler, listed, BUFFER, buffer), buffer))
     if layout.tiler.degree > 1 and not _explained(layout):
         layout.tiler.problems.append(
-            f"there is a tensor-parallel group of {layout.tiler.degree} ranks, but no rule, no DTensor and no attribute "
-            f"of Megatron's says how any tensor is cut for it"
+            f"there is a tensor-parallel group of {layout.tiler.degree} ranks, but no rule, DTensor or attribute of "
+            f"Megatron's kind says how any tensor is cut for it"
         )
     layout.partitions = [_partitions(layout, optimizer) for optimizer in parts.optimizers]
     return layout

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ckpt.errors import ConfigError
+from ckpt.format.holders import MAX_HOST
 from ckpt.layout.spec import RankLayout, Shard
 from ckpt.runtime.agree import Hello, JobPlan, cached_layout, exchange_hellos, job_plan, layout_digest
 from ckpt.runtime.guard import check_whole
@@ -21,8 +22,6 @@ if TYPE_CHECKING:
     from ckpt.runtime.pieces import Piece
 
 HOST_VARIABLE = "CKPT_HOST"
-MAX_HOST = 255
-"""Characters of a host's name (RFC 1035)."""
 
 
 class State(Protocol):

@@ -160,8 +160,8 @@ def refusals(rank: int, world: int, root: str) -> dict[str, str]:
 
     attempt("idle", rules={"tensors": [*CUT, {"match": "encoder.*", "dim": 0}], "names": [{"match": "a", "name": "b"}]})
     attempt("unexplained", rules={"tensors": CUT[:1]})
-    attempt("disagree", rules={"tensors": [{**CUT[0], "size": 61 + rank}, *CUT[1:]]})
-    attempt("groups", groups={"tp": [[0, 1], [0, 1], [0, 2], [1, 3]][rank], "dp": [[0], [1], [2], [3]][rank]})
+    attempt("disagree", rules={"tensors": [{**CUT[0], "size": 61 - rank % 2}, *CUT[1:]]})
+    attempt("groups", groups={"tp": [[0, 1], [0, 1], [0, 2], [1, 3]][rank]})
     wrong = [{"match": r"embed\.weight", "dim": 2}, {"match": r".*gate_up\.weight", "dim": 0, "size": 99}, *CUT]
     attempt("unfit", rules={"tensors": wrong})
     embed = named["embed.weight"]

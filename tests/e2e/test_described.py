@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 import pytest
@@ -11,13 +12,14 @@ from ckpt.describe.closed import holdings
 from ckpt.layout.box import Box
 from ckpt.layout.graph import ShardGraph
 from ckpt.layout.spec import RankLayout, Shard, TensorSpec
-from tests.harness.descriptions import MIXTURE, NET, TINY_GPT, TORCH_GPT, canonical, described
+from tests.harness.descriptions import MEGATRON_GPT, MIXTURE, NET, TINY_GPT, TORCH_GPT, canonical, described
+from tests.harness.megatron_shim import PRELOAD
 from tests.harness.pool import ranks
 
 
 def live(world: int, case: str, **options: Any) -> Holdings:
     layouts = []
-    for rank, found in enumerate(ranks(world, f"tests.e2e.describe_cases:{case}", timeout=60, **options).values()):
+    for rank, found in enumerate(ranks(world, f"tests.e2e.describe_cases:{case}", timeout=120, **options).values()):
         shards = tuple(
             Shard(TensorSpec(fqn, role, dtype, tuple(shape)), Box(tuple(offsets), tuple(sizes)))
             for fqn, role, dtype, shape, offsets, sizes in found["shards"]
@@ -80,6 +82,19 @@ def test_torch(layout: str, world: int, parallel: dict[str, Any]) -> None:
     check(found, holdings(expected))
 
 
+@pytest.mark.parametrize(
+    ("layout", "world", "parallel"),
+    [
+        ("megatron", 2, {"tp": 2}),
+        ("tp x pp x dp", 8, {"tp": 2, "pp": 2, "dp": 2, "stages": (1, 2)}),
+    ],
+)
+def test_torch_with_a_padded_vocabulary(layout: str, world: int, parallel: dict[str, Any]) -> None:
+    file = TORCH_GPT.replace("kind: embedding}", "kind: embedding, tp: {dim: 0, size: 61}}")
+    found = live(world, "torch_job", layout=layout)
+    check(found, holdings(described(file, engine="ddp", dtype="float32", **parallel)))
+
+
 TWO_GROUPS = {"decay_groups": True}
 
 
@@ -109,3 +124,21 @@ def test_deepspeed_in_model_parallelism(
     dtype = {"bf16": "bfloat16", "fp32": "float32"}[layout["dtype"]]
     stages = {"stages": (2, 1)} if layout["kind"] == "pp" else {}
     check(found, holdings(described(file, engine="deepspeed", zero=layout["stage"], dtype=dtype, **stages, **parallel)))
+
+
+@pytest.mark.parametrize(
+    ("world", "dtype", "distributed", "mesh"),
+    [
+        (2, "bfloat16", True, {}),
+        (2, "float32", True, {}),
+        (4, "bfloat16", True, {"tp": 2}),
+        (4, "bfloat16", False, {"tp": 2}),
+        (4, "bfloat16", True, {"pp": 2}),
+    ],
+)
+def test_megatron(world: int, dtype: str, distributed: bool, mesh: dict[str, int]) -> None:
+    pytest.importorskip("megatron.core")
+    found = live(world, "megatron", mesh=mesh, dtype=dtype, distributed=distributed, preload=PRELOAD)
+    dp = world // prod(mesh.values())
+    expected = described(MEGATRON_GPT, engine="megatron", zero=int(distributed), dtype=dtype, dp=dp, **mesh)
+    check(found, holdings(expected))

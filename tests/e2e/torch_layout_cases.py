@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import Any
 
 import torch
@@ -19,8 +20,8 @@ from tests.harness.torch_jobs import make_job
 from tests.harness.torch_models import (
     FUSED_RULES,
     RULES,
-    Tp,
     TorchGPT,
+    Tp,
     batch,
     groups_of,
     loss_of,
@@ -49,7 +50,8 @@ def stepped(model: nn.Module) -> Any:
 def uneven(rank: int, world: int) -> list[str]:
     """FSDP2 inside of DTensor tensor parallelism, with sizes that nothing divides: return what is misplaced."""
     mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("dp", "tp"))
-    model = nn.ModuleDict({"up": nn.Linear(5, 7), "down": nn.Linear(7, 5), "alone": nn.Linear(2, 1)})
+    layers = {"up": nn.Linear(5, 7), "down": nn.Linear(7, 5), "alone": nn.Linear(2, 1)}
+    model = nn.Sequential(OrderedDict(layers))
     full = numbered(model)
     parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
     fully_shard(model, mesh=mesh["dp"])
@@ -101,7 +103,7 @@ def unsharded(rank: int, world: int, *, root: str) -> Any:
     with torch.no_grad():
         job.model(batch(9, rank)[0])
     gathered = not isinstance(job.model.positions, DTensor)
-    wrong = same(expected, {k: v for k, v in held(adapter_for(job.engine)).items()})  # type: ignore[arg-type]
+    wrong = same(expected, held(adapter_for(job.engine)))  # type: ignore[arg-type]
     ckpt.save(job.engine, root, step=2)
     other = make_job("fsdp2", seed=5)
     with torch.no_grad():
@@ -219,10 +221,8 @@ def refused(rank: int, world: int, *, root: str) -> dict[str, str]:
     found["unexplained"] = attempt(ckpt.Parallel(model, rules={"tensors": tensors}, groups=group), root)
     found["no rules"] = attempt(ckpt.Parallel(model, groups=group), root)
     idle = {"tensors": [everything, *RULES["tensors"]], "tied": {"tail.weight": "embed.weight"}}
-    wrong = {"tp": [0, 1], "dp": [rank]}
-    found["groups"] = attempt(
-        ckpt.Parallel(model, rules=idle, groups={**wrong, "tp": [0, 1] if rank < 2 else [2]}), root
-    )
+    groups = {"dp": [0, 1, 2] if rank < 2 else [0, 2]}
+    found["groups"] = attempt(ckpt.Parallel(nn.Linear(2, 2), rules=idle, groups=groups), root)
     other = nn.Linear(4 + rank, 3)
     found["shapes"] = attempt(other, root)
     from torch.distributed.optim import ZeroRedundancyOptimizer

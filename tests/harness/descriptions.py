@@ -98,6 +98,26 @@ tensors:
   moe.deepspeed_moe.experts.deepspeed_experts.{expert}.2.bias: {shape: [16]}
 """
 
+MEGATRON_GPT = """
+name: MegatronGPT
+layers: 4
+tensors:
+  embedding.word_embeddings.weight: {shape: [128, 32], kind: embedding, tp: {dim: 0}}
+  embedding.position_embeddings.weight: {shape: [16, 32], kind: embedding}
+  decoder.layers.{layer}.self_attention.linear_qkv.layer_norm_weight: {shape: [32]}
+  decoder.layers.{layer}.self_attention.linear_proj.weight: {shape: [32, 32], tp: {dim: 1}}
+  decoder.layers.{layer}.self_attention.linear_proj.bias: {shape: [32]}
+  decoder.layers.{layer}.self_attention.linear_qkv.weight: {shape: [64, 32], tp: {dim: 0, heads: 2}}
+  decoder.layers.{layer}.self_attention.linear_qkv.bias: {shape: [64], tp: {dim: 0, heads: 2}}
+  decoder.layers.{layer}.mlp.linear_fc1.layer_norm_weight: {shape: [32]}
+  decoder.layers.{layer}.mlp.linear_fc1.weight: {shape: [96, 32], tp: {dim: 0, stride: 2}}
+  decoder.layers.{layer}.mlp.linear_fc1.bias: {shape: [96], tp: {dim: 0, stride: 2}}
+  decoder.layers.{layer}.mlp.linear_fc2.weight: {shape: [32, 48], tp: {dim: 1}}
+  decoder.layers.{layer}.mlp.linear_fc2.bias: {shape: [32]}
+  decoder.final_layernorm.weight: {shape: [32]}
+tied: {output_layer.weight: embedding.word_embeddings.weight}
+"""
+
 
 def described(file: str, **parallel: Any) -> Description:
     """Return the description of one of the files above."""

@@ -28,7 +28,7 @@ def start(tp: int = 1, pp: int = 1, virtual: int | None = None, ep: int = 1) -> 
         pipeline_model_parallel_size=pp,
         virtual_pipeline_model_parallel_size=virtual,
         expert_model_parallel_size=ep,
-        create_gloo_process_groups=True,
+        create_gloo_process_groups=False,
     )
 
 
@@ -96,7 +96,7 @@ def make_engine(
         bf16=dtype == "bfloat16", fp16=dtype == "float16", params_dtype=kind, initial_loss_scale=2.0**10,
         loss_scale_window=2, overlap_param_gather=overlap,
     )  # fmt: skip
-    optimizer = get_megatron_optimizer(options, chunks)
+    optimizer = get_megatron_optimizer(options, chunks, use_gloo_process_groups=False)
     schedule = {
         "init_lr": 0.0, "max_lr": 1e-2, "min_lr": 1e-3, "lr_warmup_steps": 2, "lr_decay_steps": 20,
         "lr_decay_style": "cosine", "start_wd": 0.1, "end_wd": 0.2, "wd_incr_steps": 20, "wd_incr_style": "linear",

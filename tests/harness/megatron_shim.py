@@ -17,10 +17,11 @@ if TYPE_CHECKING:
 
 PRELOAD = (
     "megatron.core.distributed",
-    "megatron.core.models.gpt",
+    "megatron.core.models.gpt.gpt_layer_specs",
     "megatron.core.optimizer",
     "megatron.core.optimizer_param_scheduler",
     "megatron.core.pipeline_parallel",
+    "megatron.core.transformer.moe.moe_layer",
 )
 """What the cases import; seconds, once in the fork server."""
 

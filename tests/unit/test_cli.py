@@ -139,7 +139,7 @@ def test_show_tells_where_every_tensor_is(root: Path) -> None:
         "scalar",
         "head.weight",
         "loader",
-        "replicas differ: scale (buffer) at []+[], 1 element(s) in []+[], by at most 0.25: ",
+        "replicas differ: scale (buffer) at ()+(), 1 element(s) in ()+(), by at most 0.25: ",
     ):
         assert text in out, text
     document = json.loads(run("show", root, "--step", "9", "--json"))

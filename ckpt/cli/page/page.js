@@ -7,6 +7,7 @@
   const [map, axis, cells, mark, tip, legend, roleChoice, countChoice] =
     ["map", "axis", "cells", "mark", "tip", "legend", "role", "count"].map((id) => document.getElementById(id));
   const CLASSES = ["0: lost", "1", "2", "3–4", "5–8", "9–16", "17–64", "65 and more"];
+  const EDGE = 10; // pixels beyond the last cells, for labels that are wider than their cell
   const LAYER = 0, COPIES = 1, DOMAINS = 2, HELD = 3, LEAST = 4, MOST = 5; // of a cell
   const at = rows.map((row) => new Map(row.cells.map((cell) => [cell[LAYER], cell])));
   const label = shortNames(layers);
@@ -93,14 +94,14 @@
     const widest = (texts, most) => Math.min(most, Math.ceil(Math.max(0, ...texts.map((t) => probe.measureText(t).width))));
     size.left = widest(rowText, 150) + 10;
     size.top = widest(label, 96) + 12;
-    const room = map.parentElement.clientWidth - size.left - 2;
+    const room = map.parentElement.clientWidth - size.left - EDGE;
     size.width = Math.max(5, Math.min(64, room / Math.max(1, layers.length)));
     size.height = Math.max(3, Math.min(28, Math.floor(620 / Math.max(1, rows.length))));
-    const width = size.left + size.width * layers.length;
+    const width = size.left + size.width * layers.length + EDGE;
     map.classList.toggle("wide", width > map.parentElement.clientWidth + 1);
 
     drawAxis(sharp(axis, width, size.top));
-    const pen = sharp(cells, width, size.height * rows.length + 2);
+    const pen = sharp(cells, width, size.height * rows.length + EDGE);
     pen.fillStyle = colour("--empty");
     pen.fillRect(size.left, 0, size.width * layers.length, size.height * rows.length);
     const gap = size.width >= 8 ? 1 : 0;
@@ -119,7 +120,7 @@
     pen.fillStyle = shade.paper;
     rows.forEach((row, y) => { // a line between what fails together, where it hides nothing
       if (size.height >= 4 && y && row.domains !== rows[y - 1].domains && kind !== "rank") {
-        pen.fillRect(size.left, y * size.height - 1, width, 1.5);
+        pen.fillRect(size.left, y * size.height - 1, width - size.left, 1.5);
       }
     });
     pen.fillStyle = colour("--quiet");
@@ -212,17 +213,21 @@
     here = { row, layer };
     describe(row, layer);
     tip.hidden = false;
-    const x = size.left + (layer + 1) * size.width + 10;
-    const y = size.top + (row + 1) * size.height + 8;
-    const over = x + tip.offsetWidth > map.clientWidth + map.scrollLeft;
-    tip.style.left = `${Math.max(0, over ? x - tip.offsetWidth - size.width - 20 : x)}px`;
-    const below = map.getBoundingClientRect().top + y + tip.offsetHeight > window.innerHeight;
-    tip.style.top = `${Math.max(0, below ? y - tip.offsetHeight - size.height - 16 : y)}px`;
     mark.style.left = `${size.left + layer * size.width - 2}px`;
     mark.style.top = `${size.top + row * size.height - 2}px`;
     mark.style.width = `${size.width + 3}px`;
     mark.style.height = `${size.height + 3}px`;
     mark.hidden = false;
+    place();
+  }
+
+  function place() { // the text beside its cell, on the side where there is room
+    if (!here) return;
+    const cell = mark.getBoundingClientRect();
+    const right = cell.right + 8 + tip.offsetWidth < window.innerWidth;
+    tip.style.left = `${Math.max(4, right ? cell.right + 8 : cell.left - 8 - tip.offsetWidth)}px`;
+    const under = cell.bottom + 6 + tip.offsetHeight < window.innerHeight;
+    tip.style.top = `${Math.max(4, under ? cell.bottom + 6 : cell.top - 6 - tip.offsetHeight)}px`;
   }
 
   function hide() {
@@ -255,11 +260,13 @@
     const { row, layer } = here || { row: 0, layer: 0 };
     const inside = (value, length) => Math.max(0, Math.min(length - 1, value));
     show(inside(row + step[0], rows.length), inside(layer + step[1], layers.length));
+    mark.scrollIntoView({ block: "nearest", inline: "nearest" });
   });
 
   for (const role of new Set(held.flatMap((list) => list.map(([name]) => name)))) {
     element("option", role, roleChoice).value = role;
   }
+  document.addEventListener("scroll", place, { capture: true, passive: true });
   roleChoice.addEventListener("change", frame);
   countChoice.addEventListener("change", frame);
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", frame);

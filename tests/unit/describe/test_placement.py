@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from ckpt.describe.closed import holdings
@@ -131,6 +132,25 @@ def test_presets_are_the_published_models(name, billions, ranks) -> None:
     assert description.model.parameters / 1e9 == pytest.approx(billions, abs=0.05)
     assert description.mesh.ranks.size == ranks
     assert PRESETS[name].open
+
+
+@pytest.mark.parametrize("changed", [{}, {"engine": "fsdp2", "zero": 3}], ids=["zero 1", "zero 3"])
+def test_sixteen_thousand_ranks(changed) -> None:
+    description = preset("llama3-405b", **changed)
+    found = holdings(description)
+    assert sum(int(t.volume.sum()) for t in found.tensors) == description.model.parameters
+    column = {c.role: i for i, c in enumerate(found.tensors[0].columns)}
+    copies = np.array([len(found.sets[n]) for n in range(len(found.sets))])
+    for t in found.tensors:
+        if t.fqn.endswith("up_proj.weight"):  # a norm, and its state, is on all tensor ranks
+            assert set(copies[t.holders[:, column["exp_avg"]]]) == {1}
+            assert set(copies[t.holders[:, column["param"]]]) == ({1} if changed else {128})
+    rank = 777
+    with_rank = [n for n in range(len(found.sets)) if rank in found.sets[n]]
+    for role in ("param", "exp_avg"):
+        exact = sum(s.box.volume for s in rank_layout(description, rank).shards if s.spec.role == role)
+        closed = sum(int(t.volume[np.isin(t.holders[:, column[role]], with_rank)].sum()) for t in found.tensors)
+        assert closed == exact > 0
 
 
 def test_a_preset_can_be_changed_and_an_unknown_one_names_the_others() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import product
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -12,9 +12,12 @@ from hypothesis import strategies as st
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from ckpt.engine.torch_dtensor import nested, runs_of
+from ckpt.engine.torch_dtensor import nested
+from ckpt.engine.torch_dtensor import tiling_at as tiling
 from ckpt.layout.rules import TensorRule, tiling_of
-from ckpt.layout.tiling import Tiling
+
+if TYPE_CHECKING:
+    from ckpt.layout.tiling import Tiling
 
 
 def held(tiling: Tiling, whole: torch.Tensor, hole: float = -1.0) -> torch.Tensor:
@@ -31,10 +34,6 @@ def chunk(t: torch.Tensor, parts: int, index: int, dim: int) -> torch.Tensor:
     """``torch.chunk`` that gives empty parts where torch gives none."""
     found = t.chunk(parts, dim)
     return found[index] if index < len(found) else t.narrow(dim, 0, 0)
-
-
-def tiling(shape: Any, placements: Any, sizes: Any, coordinate: Any) -> Tiling:
-    return Tiling.of_runs(shape, runs_of(shape, placements, sizes, coordinate))
 
 
 @given(rows=st.integers(0, 20), columns=st.integers(1, 6), dp=st.integers(1, 4), tp=st.integers(1, 4), data=st.data())

@@ -87,6 +87,16 @@ def test_ranks_that_ask_for_different_things_are_told():
         assert "disagree on the" in str(result)
 
 
+def test_domains_that_differ_at_the_end_of_a_long_list_are_different():
+    """What is exchanged is short; two ranks that mean different things are told all the same."""
+    made = job(2)
+    names = [{0: "x" * 500, 1: f"{'x' * 500}{rank}"} for rank in range(2)]
+    for result in run_ranks(comms(2), lambda rank: analyze(made[rank], domains=names[rank])):
+        assert isinstance(result, ConfigError)
+        assert "disagree on the options" in str(result)
+        assert len(str(result)) < 1500
+
+
 def test_a_host_without_a_name_is_refused(monkeypatch):
     monkeypatch.setenv("CKPT_HOST", "")
     for result in run_ranks(comms(2), lambda rank: analyze(job(2)[rank])):
