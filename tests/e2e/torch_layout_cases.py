@@ -162,7 +162,7 @@ def interleaved(rank: int, world: int, *, root: str) -> Any:
     """Two stages on each of two ranks, local names, one optimizer for each stage; load into the whole model."""
     from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B
 
-    cuts = [(0, 1), (1, 2), (2, 3), (3, 3)]
+    cuts = [(0, 1), (1, 2), (2, 2), (2, 3)]  # one is empty
     parts = [(i, TorchGPT(*cuts[i])) for i in (rank, rank + 2)]
     stages = [PipelineStage(part, i, 4, torch.device("cpu")) for i, part in parts]
     optimizers = [torch.optim.Adam(part.parameters()) for _, part in parts if list(part.parameters())]
@@ -172,7 +172,10 @@ def interleaved(rank: int, world: int, *, root: str) -> Any:
             p.grad = torch.full_like(p, 0.25)
     for optimizer in optimizers:
         optimizer.step()
-    names = [{"match": rf"stage{i}\.blocks\.0\.(.*)", "name": f"blocks.{i}.{{1}}"} for i in range(3)]
+    names = [
+        {"match": rf"stage{i}\.blocks\.0\.(.*)", "name": f"blocks.{layer}.{{1}}"}
+        for i, layer in ((0, 0), (1, 1), (3, 2))
+    ]
     rules = {"names": names, "tied": {"head.weight": "embed.weight"}}
     shown = ScheduleInterleaved1F1B(stages, 2, loss_fn=loss_of) if rank == 0 else stages
     engine = ckpt.Parallel((optimizers, shown), rules=rules)

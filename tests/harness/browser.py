@@ -7,6 +7,7 @@ https://chromedevtools.github.io/devtools-protocol/; messages are JSON, each end
 from __future__ import annotations
 
 import base64
+import fcntl
 import json
 import os
 import select
@@ -16,11 +17,11 @@ import subprocess
 import tempfile
 import time
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 NAMES = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
 FLAGS = (
@@ -138,15 +139,23 @@ class Page:
             self.complaints.append(f"dialog: {params['message']}")
 
 
+def _high_pipe() -> list[int]:
+    """Return a pipe whose numbers are out of the way of 3 and 4."""
+    pipe = os.pipe()
+    high = [fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 10) for end in pipe]
+    for end in pipe:
+        os.close(end)
+    return high
+
+
 @contextmanager
 def browser() -> Iterator[Page]:
     """Run a browser with one tab."""
-    read_here, write_there = os.pipe()
-    read_there, write_here = os.pipe()
+    (read_here, write_there), (read_there, write_here) = _high_pipe(), _high_pipe()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:  # its helpers may outlive it by a moment
         command = [find_chromium(), *FLAGS, f"--user-data-dir={profile}"]
         process = subprocess.Popen(
-            ["sh", "-c", f'exec "$@" 3<&{read_there} 4>&{write_there}', "sh", *command],
+            ["bash", "-c", f'exec "$@" 3<&{read_there} 4>&{write_there}', "bash", *command],
             pass_fds=(read_there, write_there), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
             start_new_session=True,
         )  # fmt: skip

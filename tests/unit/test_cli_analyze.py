@@ -100,7 +100,7 @@ def test_a_checkpoint_gives_the_report_of_the_job_that_wrote_it(tmp_path: Path, 
 
 
 def test_a_checkpoint_of_an_earlier_release_says_that_it_cannot_tell() -> None:
-    error = document(GOLDEN, code=4)["error"]
+    error = document(GOLDEN / "v1", code=4)["error"]
     assert error["type"] == "LayoutError"
     assert "layout not recorded" in error["message"]
 
@@ -261,7 +261,9 @@ def test_arguments_that_do_not_go_together_are_told_at_once() -> None:
         "--preset 'nonesuch': expected one of yi-34b",
     ):
         assert any(text in one for one in found), text
-    assert problems() == ["nothing to analyze: expected ROOT, --model FILE or --preset NAME (--list-presets lists them)"]
+    assert problems() == [
+        "nothing to analyze: expected ROOT, --model FILE or --preset NAME (--list-presets lists them)"
+    ]
     assert problems("--preset", "yi-34b", "--step", "1") == ["--step: only with ROOT"]
 
 
