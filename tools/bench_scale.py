@@ -1,11 +1,13 @@
-"""What planning a save costs as the job grows: Llama-3 405B, tp 8 x pp 16 x dp 128, and DCP's planner beside it.
+"""What analysis and planning cost as the job grows: Llama-3 405B, tp 8 x pp 16 x dp 128, and DCP's planner beside it.
 
 ``tools/setup && .venv/bin/python tools/bench_scale.py``. No process group, no weights: layouts are computed.
 
-1. One rank's own planning (``ckpt/plan/local_plan.py``), for a rank of the first, a middle and the last stage, from its
+1. The whole analysis (``ckpt analyze --preset llama3-405b``), each time in a process of its own: description, who holds
+   what, survival of hosts, report as JSON; then with twice the data-parallel ranks.
+2. One rank's own planning (``ckpt/plan/local_plan.py``), for a rank of the first, a middle and the last stage, from its
    own cells. What other ranks would tell it (loads, sizes of groups) is given: the exchange is not in the time.
-2. The whole job planned by one rank, as live jobs do it today: 1,024 ranks of Llama-3 8B.
-3. ``torch.distributed.checkpoint``: ``DefaultSavePlanner`` on DTensors of the same tensors, one pipeline stage of the
+3. The whole job planned by one rank, as live jobs do it today: 1,024 ranks of Llama-3 8B.
+4. ``torch.distributed.checkpoint``: ``DefaultSavePlanner`` on DTensors of the same tensors, one pipeline stage of the
    405B job. DTensors know no flat partitions: what ZeRO cuts flat is cut by rows here, as FSDP2 does. Each rank makes a
    local plan; all of them are gathered by one rank, which makes the global plan. Nothing is extrapolated: the rows say
    how many ranks were run.
@@ -14,7 +16,11 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import resource
+import subprocess
+import sys
 import time
 from statistics import median
 from typing import TYPE_CHECKING
@@ -24,6 +30,10 @@ from measure import machine
 from rich.console import Console
 from rich.table import Table
 
+from ckpt.analysis.domains import Domains
+from ckpt.analysis.report import analyze
+from ckpt.describe.closed import holdings
+from ckpt.describe.presets import preset
 from ckpt.layout.graph import ShardGraph
 from ckpt.plan.local_plan import plan_of_rank
 from ckpt.plan.save_plan import build_save_plan
@@ -48,6 +58,56 @@ def milliseconds(work: Callable[[], object], runs: int) -> tuple[str, str]:
         wall.append(1e3 * (time.perf_counter() - start[0]))
         cpu.append(1e3 * (time.process_time() - start[1]))
     return f"{median(wall):.1f} ({min(wall):.1f}–{max(wall):.1f})", f"{median(cpu):.1f}"
+
+
+def analyse_once(zero: int, dp: int) -> None:
+    """Analyse the 405B job and print what it took: run in a process of its own, for its peak memory."""
+    start = time.perf_counter(), time.process_time()
+    held = holdings(preset("llama3-405b", zero=zero, dp=dp))
+    described = time.perf_counter() - start[0]
+    report = analyze(held, Domains.by_host(held.world, held.world // 8))
+    nbytes = len(report.to_json())
+    wall, cpu = time.perf_counter() - start[0], time.process_time() - start[1]
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    print(json.dumps([held.world, described, wall, cpu, peak, nbytes / 1e3, report.total.redundant_share]))
+
+
+def whole_analysis(runs: int) -> Table:
+    """Time the whole analysis, with 128 and with 256 data-parallel ranks."""
+    table = _table(
+        f"The whole analysis in one process, Llama-3 405B tp 8 x pp 16 (median of {runs}, min–max)",
+        (
+            "layout",
+            "ranks",
+            "who holds what, s",
+            "all of it, s",
+            "CPU s",
+            "times dp 128",
+            "peak MiB",
+            "JSON kB",
+            "redundant",
+        ),
+    )
+    for zero in (1, 3):
+        before = 0.0
+        for dp in (128, 256):
+            command = [sys.executable, __file__, "--analyse", f"{zero}", f"{dp}"]
+            found = [json.loads(subprocess.run(command, check=True, capture_output=True).stdout) for _ in range(runs)]
+            world, described, wall, cpu, peak, size, share = (median(column) for column in zip(*found, strict=True))
+            every = [one[2] for one in found]
+            table.add_row(
+                f"ZeRO-{zero}",
+                f"{world:,}",
+                f"{described:.2f}",
+                f"{wall:.2f} ({min(every):.2f}–{max(every):.2f})",
+                f"{cpu:.2f}",
+                f"{cpu / before:.2f}" if before else "",
+                f"{peak:.0f}",
+                f"{size:.0f}",
+                f"{share:.1%}",
+            )
+            before = cpu
+    return table
 
 
 def own_planning(runs: int) -> Table:
@@ -173,13 +233,18 @@ def _table(title: str, columns: Sequence[str]) -> Table:
 
 
 def main() -> None:
-    """Print the three tables."""
+    """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=7)
     parser.add_argument("--dcp-dp", type=int, nargs="*", default=[16, 128], help="data-parallel ranks; none: skip DCP")
+    parser.add_argument("--analyse", type=int, nargs=2, metavar=("ZERO", "DP"), help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.analyse:
+        analyse_once(*options.analyse)
+        return
     console = Console(width=130, highlight=False)
     console.print(f"[dim]{machine()}[/]")
+    console.print(whole_analysis(min(options.runs, 3)))
     console.print(own_planning(options.runs))
     console.print(whole_job())
     if options.dcp_dp:

@@ -36,7 +36,7 @@ LAYOUT = (
     click.option("--stages", metavar="N,N,…", help="Layers of each pipeline stage; default: equally many."),
     click.option("--hosts", type=int, help="Number of hosts."),
     click.option("--ranks-per-host", type=int, help="Ranks of one host; 8 is assumed."),
-    click.option("--dtype", help="Of the parameters (default: bfloat16)."),
+    click.option("--dtype", help="Of the parameters (default: bfloat16; float32 where the optimizer steps them themselves)."),
     click.option("--master/--no-master", default=None, help="Separate fp32 masters? Default: as the engine does it."),
     click.option("--optimizer", help=f"Whose state is kept: {', '.join(STATE)}."),
     click.option("--decay-groups", is_flag=True, default=None, help="Two parameter groups: matrices, and the rest."),

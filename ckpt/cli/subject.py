@@ -158,7 +158,7 @@ def words(parallel: Parallel) -> str:
     master = ", fp32 masters" if parallel.masters else ""
     return (
         f"{parallel.kind}, ZeRO-{3 if parallel.kind == 'fsdp2' else parallel.zero}, {' × '.join(said)}, "
-        f"{parallel.dtype}{master}, {parallel.optimizer}"
+        f"{parallel.precision}{master}, {parallel.optimizer}"
     )
 
 

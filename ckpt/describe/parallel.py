@@ -42,7 +42,8 @@ class Parallel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     share one copy (HSDP); None: all data-parallel ones. ``order``: axes from the slowest to the fastest rank number.
     ``stages``: layers of each pipeline stage; empty: equal. ``ranks_per_host`` or ``hosts``: what fails together.
 
-    ``dtype``: of the parameters. ``master``: are there separate fp32 masters? None: as the engine does it.
+    ``dtype``: of the parameters; None: bfloat16, or float32 where the optimizer steps the parameters themselves (ddp,
+    fsdp2, zero_redundancy_optimizer: their mixed precision casts on the way into the layers). ``master``: are there separate fp32 masters? None: as the engine does it.
     ``optimizer``: a key of :data:`STATE`. ``decay_groups``: two parameter groups, matrices and the rest.
     ``vocabulary_multiple``: each tensor rank's rows of a vocabulary are padded to a multiple of it (Megatron's
     ``make-vocab-size-divisible-by``); None: 128 with megatron, 1 with deepspeed, else no padding.
@@ -61,7 +62,7 @@ class Parallel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     stages: tuple[int, ...] = ()
     hosts: int | None = None
     ranks_per_host: int | None = None
-    dtype: str = "bfloat16"
+    dtype: str | None = None
     master: bool | None = None
     optimizer: str = "adamw"
     decay_groups: bool = False
@@ -106,6 +107,14 @@ class Parallel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         return (*(a for a in AXES if a not in named), *named)
 
     @property
+    def precision(self) -> str:
+        """Dtype of the parameters, chosen if it was left open."""
+        if self.dtype is not None:
+            return self.dtype
+        stepped_themselves = self.kind in ("ddp", "fsdp2", "zero_redundancy_optimizer") and not self.master
+        return "float32" if stepped_themselves and self.optimizer != "none" else "bfloat16"
+
+    @property
     def masters(self) -> bool:
         """Does the optimizer step a separate fp32 copy?
 
@@ -116,7 +125,7 @@ class Parallel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
             return self.master
         if self.optimizer == "none":
             return False
-        low = self.dtype in LOW_PRECISION
+        low = self.precision in LOW_PRECISION
         return (self.kind == "deepspeed" and (low or self.zero > 0)) or (self.kind == "megatron" and low)
 
     @property
@@ -154,7 +163,7 @@ class Parallel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
             yield f"zero is {self.zero}, expected 0, 1, 2 or 3"
         if self.optimizer not in STATE:
             yield f"optimizer {self.optimizer!r}, expected one of {', '.join(STATE)}"
-        if self.dtype not in ITEMSIZE:
+        if self.precision not in ITEMSIZE:
             yield f"dtype {self.dtype!r} is unknown"
         if sorted(self.axes) != sorted(AXES):
             yield f"order {self.order!r}, expected each of {', '.join(AXES)} at most once"

@@ -179,7 +179,7 @@ class Description:
         p = self.parallel
         if tensor.kind == "buffer":  # engines cast parameters only
             return (Column(BUFFER, tensor.dtype or "float32", of_param=True),)
-        dtype = tensor.dtype or p.dtype
+        dtype = tensor.dtype or p.precision
         found = [Column(PARAM, dtype, of_param=True)]
         moments, step = STATE[p.optimizer]
         if tensor.trainable and p.optimizer != "none":

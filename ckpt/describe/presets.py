@@ -100,6 +100,8 @@ PRESETS: dict[str, Preset] = {
 def preset(name: str, **changed: Any) -> Description:
     """Return the description of a preset; keywords are fields of :class:`Parallel` that replace its own.
 
+    Another ZeRO stage than the preset's engine has, without a word on the engine, leaves that open too.
+
     Raises:
         ConfigError: no such preset, or changes that do not fit.
     """
@@ -107,4 +109,7 @@ def preset(name: str, **changed: Any) -> Description:
         raise ConfigError(f"no preset {name!r}, expected one of {', '.join(PRESETS)}")
     chosen = PRESETS[name]
     model = model_of_config({**chosen.config, "_name_or_path": name})
-    return Description(model, Parallel.of(chosen.parallel | changed))
+    wanted = chosen.parallel | changed
+    if wanted["engine"] == "megatron" and wanted["zero"] not in (0, 1) and "engine" not in changed:
+        del wanted["engine"]
+    return Description(model, Parallel.of(wanted))

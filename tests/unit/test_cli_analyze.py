@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import re
 from math import prod
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
@@ -25,6 +24,9 @@ from ckpt.repo.repository import Repository
 from ckpt.store.local import LocalStore
 from tests.compat.test_golden import HERE as GOLDEN
 from tests.property.fake import cut, engines, save_all, small_model
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 SHAPES = """
 name: tiny
