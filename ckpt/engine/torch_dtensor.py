@@ -35,7 +35,7 @@ def dtensor_tiling(tensor: Any) -> tuple[Tiling, str]:
     """
     shape, local = tuple(tensor.shape), tuple(local_tensor(tensor).shape)
     mesh, placements = tensor.device_mesh, tensor.placements
-    foreign = [str(p) for p in placements if not class_names(p) & {"Replicate", "Shard", "_StridedShard"}]
+    foreign = [repr(p) for p in placements if not class_names(p) & {"Replicate", "Shard", "_StridedShard"}]
     if foreign:
         return Tiling.whole(shape), f"has placement {', '.join(foreign)}: expected Shard or Replicate in each place"
     coordinate = mesh.get_coordinate()
@@ -46,7 +46,7 @@ def dtensor_tiling(tensor: Any) -> tuple[Tiling, str]:
     if tiling.local != local:
         return tiling, (
             f"has a local tensor of shape {list(local)}, expected {list(tiling.local)} by its global shape "
-            f"{list(shape)}, its placements {tuple(map(str, placements))} and its mesh of shape {sizes}"
+            f"{list(shape)}, its placements {tuple(placements)} and its mesh of shape {sizes}"
         )
     return tiling, ""
 

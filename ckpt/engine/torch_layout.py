@@ -18,7 +18,7 @@ from ckpt.engine.shared_check import check_tensor, class_names, local_tensor
 from ckpt.engine.shared_partition import Named, Partition, Piece
 from ckpt.engine.shared_tiling import Tiler
 from ckpt.engine.torch_dtensor import dtensor_tiling, is_dtensor, mesh_ranks, nested
-from ckpt.engine.torch_names import EXTRA_STATE, buffers_of, global_name, joined, modules_of, parameters_of
+from ckpt.engine.torch_names import EXTRA_STATE, buffers_of, global_name, joined, marked_name, modules_of, parameters_of
 from ckpt.errors import UnsupportedLayout
 from ckpt.layout.spec import BUFFER, PARAM
 from ckpt.layout.tiling import Tiling
@@ -58,7 +58,7 @@ def layout_of(parts: Parts, context: Context) -> Layout:
     for model in parts.models:
 
         def name(local: str, stage: int | None = model.stage) -> str:
-            layout.tiler.locals_seen |= {local, f"stage{stage}.{local}"}
+            layout.tiler.locals_seen |= {local, marked_name(local, stage)}
             return global_name(context, local, stage, several=several)
 
         for prefix, child in modules_of(model.module):

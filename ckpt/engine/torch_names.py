@@ -78,13 +78,18 @@ def joined(prefix: str, name: str) -> str:
     return f"{prefix}.{name}" if prefix else name
 
 
+def marked_name(local: str, stage: int | None) -> str:
+    """Return a name that tells the stage of a pipeline as well; without a pipeline the name itself."""
+    return local if stage is None else f"stage{stage}.{local}"
+
+
 def global_name(context: Context, local: str, stage: int | None, *, several: bool) -> str:
     """Return the global name of what a stage of a pipeline (None: no pipeline) calls ``local``.
 
     Rules may speak of ``stage2.blocks.0.weight`` as well as of ``blocks.0.weight``, the former first. A user's function
     gets the plain name, or the marked one if ``several`` stages on this rank may use the same.
     """
-    marked = local if stage is None else f"stage{stage}.{local}"
+    marked = marked_name(local, stage)
     if context.rename is not None:
         return context.rename(marked if several else local)
     found = context.rules.rename(marked)

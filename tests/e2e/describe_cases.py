@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import ckpt
 from ckpt.engine.find import adapter_for
 from tests.harness.models import make_engine, train
 
@@ -39,7 +40,8 @@ def _declared(engine: Any) -> dict[str, Any]:
         [s.spec.fqn, s.spec.role, s.spec.dtype, list(s.spec.shape), list(s.box.offsets), list(s.box.sizes)]
         for s in state.shards
     ]
-    return {"shards": shards, "aliases": state.aliases, "derived": sorted(state.derived)}
+    report = ckpt.analyze(engine, domains="rank").to_json().decode()
+    return {"shards": shards, "aliases": state.aliases, "derived": sorted(state.derived), "report": report}
 
 
 def megatron(rank: int, world: int, *, mesh: dict[str, int], **options: Any) -> dict[str, Any]:

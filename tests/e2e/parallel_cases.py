@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import ckpt
 from ckpt.engine.find import adapter_for
-from tests.harness.parallel_engines import Engine, build, whole_state
+from tests.harness.parallel_engines import CUT, STAGES, Engine, build, whole_state
 
 
 def content(job: Engine) -> dict[str, Any]:
@@ -124,8 +124,6 @@ def gate_noise(rank: int, world: int, root: str, layout: dict[str, Any]) -> dict
 
 def not_tied(rank: int, world: int, root: str, layout: dict[str, Any]) -> dict[str, Any]:
     """A module that a pipeline shares between stages has a parameter which it does not share."""
-    from tests.harness.parallel_engines import STAGES
-
     first = build(layout)
     first.train(2)
     state = adapter_for(first.saved).describe()
@@ -135,6 +133,31 @@ def not_tied(rank: int, world: int, root: str, layout: dict[str, Any]) -> dict[s
         "names": sorted({s.spec.fqn for s in state.shards if "embed" in s.spec.fqn}),
         "merged": error_of(lambda: ckpt.save(as_one, f"{root}/merged", on_divergence="error")),
     }
+
+
+def tied_by_rule(rank: int, world: int, root: str) -> dict[str, Any]:
+    """Save a pipeline whose stages have an embedding each, equal by the user's doing; load it into one rank's model."""
+    names = [{"match": r"0\.(.*)", "name": "embed.{1}"}, {"match": r"5\.(.*)", "name": "head.{1}"}]
+    rules = {"names": [*names, *STAGES], "tied": {"head.weight": "embed.weight"}}
+    job = build({"kind": "pp", "pp": 2, "stage": 0, "dtype": "fp32", "gas": 2, "untied": True, "rules": rules})
+    weight = next(p for n, p in job.engine.module.named_parameters() if n in ("0.weight", "5.weight"))
+    dist.broadcast(weight.data, src=0)
+    report = ckpt.save(job.saved, root, on_divergence="error")
+    second = build({"kind": "dp", "stage": 0, "dtype": "fp32"}, seed=7)
+    ckpt.load(second.saved, root)
+    return {
+        "aliases": adapter_for(job.saved).describe().aliases,
+        "written": [report.bytes_written, report.bytes_unique],
+        "same": torch.equal(second.engine.module.embed.weight, weight),
+    }
+
+
+def strays_of(rank: int, world: int, root: str, layout: dict[str, Any]) -> dict[str, Any]:
+    """Load what another case saved, strictly and not."""
+    job = build(layout, seed=7)
+    strict = error_of(lambda: ckpt.load(job.saved, f"{root}/ckpt"))
+    report = ckpt.load(job.saved, f"{root}/ckpt", strict=False)
+    return {"strict": strict, "strays": [*report.missing, *report.unexpected]}
 
 
 def half_loaded(rank: int, world: int, layout: dict[str, Any]) -> None:
@@ -148,8 +171,6 @@ def half_loaded(rank: int, world: int, layout: dict[str, Any]) -> None:
 
 def refusals(rank: int, world: int, root: str) -> dict[str, str]:
     """Return the error of everything that a user can get wrong about tensor parallelism, by what is wrong."""
-    from tests.harness.parallel_engines import CUT
-
     job = build({"kind": "tp", "tp": 2, "stage": 1, "dtype": "bf16"})
     engine, mpu = job.engine, job.engine.mpu
     named = dict(engine.module.named_parameters())

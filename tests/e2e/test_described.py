@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
+from ckpt.analysis.domains import Domains
 from ckpt.analysis.holdings import Holdings, holdings_of
+from ckpt.analysis.report import analyze
 from ckpt.describe.closed import holdings
 from ckpt.layout.box import Box
 from ckpt.layout.graph import ShardGraph
@@ -17,25 +19,35 @@ from tests.harness.megatron_shim import PRELOAD
 from tests.harness.pool import ranks
 
 
-def live(world: int, case: str, **options: Any) -> Holdings:
-    layouts = []
+class Live(NamedTuple):
+    """``report``: what ``ckpt.analyze(engine)`` returned, the same on all ranks."""
+
+    held: Holdings
+    report: bytes
+
+
+def live(world: int, case: str, **options: Any) -> Live:
+    layouts, reports = [], set()
     for rank, found in enumerate(ranks(world, f"tests.e2e.describe_cases:{case}", timeout=120, **options).values()):
         shards = tuple(
             Shard(TensorSpec(fqn, role, dtype, tuple(shape)), Box(tuple(offsets), tuple(sizes)))
             for fqn, role, dtype, shape, offsets, sizes in found["shards"]
         )
+        reports.add(found["report"].encode())
         layouts.append(RankLayout(rank, shards, tuple(found["aliases"].items()), tuple(found["derived"])))
     graph = ShardGraph.build(layouts)
     graph.check()
-    return holdings_of(graph)
+    assert len(reports) == 1
+    return Live(holdings_of(graph), *reports)
 
 
-def check(found: Holdings, expected: Holdings) -> None:
-    (world, tensors, aliases), (n, wanted, tied) = canonical(found), canonical(expected)
+def check(found: Live, expected: Holdings) -> None:
+    (world, tensors, aliases), (n, wanted, tied) = canonical(found.held), canonical(expected)
     assert {fqn: t for fqn, t in tensors.items() if t != wanted.get(fqn)} == {
         fqn: t for fqn, t in wanted.items() if t != tensors.get(fqn)
     }
     assert (world, aliases) == (n, tied)
+    assert found.report == analyze(expected, Domains.by_rank(world)).to_json()
 
 
 @pytest.mark.parametrize("world", [2, 3])

@@ -24,7 +24,9 @@ tensors:
   'blocks.{layer}.w': {shape: [8, 8]}
 """
 ATTACK = "</script><img src=x onerror=\"document.title='executed'\"><script>document.title='executed'</script>"
-HOSTILE = json.dumps({"name": ATTACK, "tensors": {ATTACK: {"shape": [8, 8]}, "z<!--<script>{{data}}.w": {"shape": [4]}}})
+HOSTILE = json.dumps(
+    {"name": ATTACK, "tensors": {ATTACK: {"shape": [8, 8]}, "z<!--<script>{{data}}.w": {"shape": [4]}}}
+)
 
 
 @pytest.fixture(scope="module")

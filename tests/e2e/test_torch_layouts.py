@@ -56,7 +56,12 @@ def test_bad_input_is_one_error_that_lists_everything(tmp_path: Path) -> None:
         missing = [text for text in texts if text not in errors[name]]
         assert not missing, errors[name]
 
-    lists("placements", "UnsupportedLayout", "'sums' (param) has placement P", "'short' (param) has a local tensor of")
+    lists(
+        "placements",
+        "UnsupportedLayout",
+        "'sums' (param) has placement Partial(sum)",
+        "'short' (param) has a local tensor of",
+    )
     assert "fine" not in errors["placements"]
     lists("unexplained", "'blocks.0.q.weight': no rule explains it", "'running'", "cuts dimension 3")
     lists("no rules", "tensor-parallel group of 3 ranks, but no rule")

@@ -18,6 +18,7 @@ from tests.harness.parallel_models import (
     VOCAB,
     Block,
     Embedding,
+    Head,
     Mixture,
     Mpu,
     Net,
@@ -86,7 +87,21 @@ def build(layout: dict[str, Any], seed: int = 0) -> Engine:
     import deepspeed
 
     deepspeed.init_distributed("gloo")
-    known = {"kind", "stage", "dtype", "tp", "pp", "ep", "gas", "rules", "optimizer", "split", "positions", "noisy"}
+    known = {
+        "kind",
+        "stage",
+        "dtype",
+        "tp",
+        "pp",
+        "ep",
+        "gas",
+        "rules",
+        "optimizer",
+        "split",
+        "positions",
+        "noisy",
+        "untied",
+    }
     options = {k: v for k, v in layout.items() if k not in known}
     config = ds_config(layout["stage"], layout["dtype"], gas=layout.get("gas", 1), **options)
     del config["train_batch_size"]  # follows from the data-parallel size, which DeepSpeed knows
@@ -104,7 +119,8 @@ def _initialize(model: Any, layout: dict[str, Any], config: dict[str, Any], grou
 
 
 def _dp(layout: dict[str, Any], config: dict[str, Any]) -> Engine:
-    return Engine(_initialize(Net(LAYERS), layout, config), layout.get("rules", {}), dist.get_rank())
+    model = Net(LAYERS, positions=layout.get("positions", False))
+    return Engine(_initialize(model, layout, config), layout.get("rules", {}), dist.get_rank())
 
 
 def _tp(layout: dict[str, Any], config: dict[str, Any]) -> Engine:
@@ -127,6 +143,8 @@ def _pp(layout: dict[str, Any], config: dict[str, Any]) -> Engine:
         LayerSpec(torch.nn.LayerNorm, 16),
         TiedLayerSpec("embed", Embedding, group, positions, forward_fn=head_of),
     ]
+    if layout.get("untied"):
+        specs[0], specs[-1] = LayerSpec(Embedding), LayerSpec(Head)
     split = layout.get("split", "uniform")
     model = PipelineModule(specs, topology=topology, loss_fn=loss_of, partition_method=split)
     engine = _initialize(model, layout, config)

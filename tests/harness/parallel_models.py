@@ -104,6 +104,13 @@ class Embedding(nn.Module):
         return Gather.apply(F.linear(Copy.apply(x, self.group), self.weight), self.group)[..., :VOCAB]
 
 
+class Head(Embedding):
+    """An output layer of its own, which a job may tie to the input by means that no framework knows of."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.logits(x)
+
+
 class Column(nn.Module):
     """A linear layer cut along its output, each of ``stride`` fused matrices by itself."""
 
@@ -158,10 +165,12 @@ class Block(nn.Module):
 class Net(nn.Module):
     """The whole model, or cut over a tensor-parallel group. ``sequence``: which part of the tokens is this rank's."""
 
-    def __init__(self, layers: int, group: Any = None, sequence: tuple[int, int] = (0, 1)) -> None:
+    def __init__(
+        self, layers: int, group: Any = None, sequence: tuple[int, int] = (0, 1), positions: bool = False
+    ) -> None:
         super().__init__()
         self.sequence = sequence
-        self.embed = Embedding(group)
+        self.embed = Embedding(group, positions)
         self.blocks = nn.ModuleList(Block(group) for _ in range(layers))
         self.norm = nn.LayerNorm(WIDTH)
 
