@@ -7,14 +7,16 @@ from typing import TYPE_CHECKING, Any, overload
 
 import msgspec
 
+from ckpt.analysis.claims import PROVED, AuditReport
 from ckpt.analysis.domains import HOST, RANK, Domains
-from ckpt.analysis.holdings import holdings_of
+from ckpt.analysis.holdings import holdings_of, pieces_of
+from ckpt.analysis.refuting import redundancy_of, refutations_of, refute
 from ckpt.analysis.report import Report
 from ckpt.analysis.report import analyze as report_of
 from ckpt.engine.base import EngineAdapter
 from ckpt.engine.find import adapter_for
 from ckpt.errors import ConfigError
-from ckpt.format.digest import digest
+from ckpt.format.digest import digest, from_raw
 from ckpt.runtime.auditing import audit_job
 from ckpt.runtime.contents import content_of
 from ckpt.runtime.describing import meet
@@ -22,7 +24,6 @@ from ckpt.runtime.pieces import PieceTable
 from ckpt.runtime.torch_comm import communicator
 
 if TYPE_CHECKING:
-    from ckpt.analysis.claims import AuditReport
     from ckpt.analysis.content import ContentReport
     from ckpt.runtime.comm import Comm
 
@@ -35,7 +36,10 @@ SHOWN_OPTION = 120
 
 
 class AuditedReport(Report, frozen=True, kw_only=True):
-    """A report whose claims were put to the test. ``audit``: :meth:`~ckpt.analysis.claims.AuditReport.plain`."""
+    """A report whose claims were put to the test: what was refuted is not counted as redundant.
+
+    ``redundancy`` has the numbers. ``audit``: :meth:`~ckpt.analysis.claims.AuditReport.plain`.
+    """
 
     audit: dict[str, Any]
 
@@ -53,7 +57,7 @@ def analyze(
     domains: DomainsLike | None = None,
     lose: str | Iterable[int] | None = None,
     k: int | None = None,
-    audit: bool = False,
+    audit: bool | AuditReport = False,
     timeout: float | None = None,
 ) -> Report: ...
 
@@ -64,7 +68,7 @@ def analyze(
     domains: DomainsLike | None = None,
     lose: str | Iterable[int] | None = None,
     k: int | None = None,
-    audit: bool = False,
+    audit: bool | AuditReport = False,
     timeout: float | None = None,
 ) -> Report | ContentReport:
     """Say what is held and how often, what survives losses, and what must be written therefore. Collective.
@@ -76,7 +80,8 @@ def analyze(
             ``"rank"``, a function of the rank, rank -> name, or name -> its ranks.
         lose: domains or ranks whose loss is to be looked at, as text (``"host:a,host:b"``, ``"rank:0-3"``) or as ranks.
         k: how many domains may be lost at once before something must be read back (default 1).
-        audit: compare what is declared to be redundant as well, as :func:`ckpt.audit` does; an :class:`AuditedReport`.
+        audit: count as redundant only what is equal. True: compare now, as :func:`ckpt.audit` does; or what several
+            audits of this layout found together (``first & second``). Gives an :class:`AuditedReport`.
         timeout: seconds without a sign of life after which a rank counts as lost (default ``CKPT_TIMEOUT``, 300).
 
     Returns:
@@ -102,18 +107,44 @@ def _plain_only(state: Mapping[Any, Any], given: list[str]) -> Mapping[Any, Any]
 
 
 def _analyze_engine(
-    comm: Comm, engine: object, domains: DomainsLike | None, lose: str | Iterable[int] | None, k: int, audit: bool
+    comm: Comm,
+    engine: object,
+    domains: DomainsLike | None,
+    lose: str | Iterable[int] | None,
+    k: int,
+    audit: bool | AuditReport,
 ) -> Report:
     lost = lose if lose is None or isinstance(lose, str) else tuple(lose)
     given = None if domains in (None, HOST) else _given_domains(comm.world, domains)
-    asked = (f"domains={HOST if given is None else given}", f"lose={lost!r}", f"k={k}", f"audit={audit}")
+    asked = (
+        f"domains={HOST if given is None else given}",
+        f"lose={lost!r}",
+        f"k={k}",
+        f"audit={audit.to_json().decode() if isinstance(audit, AuditReport) else audit}",
+    )
     met = meet(comm, "analyze", lambda: adapter_for(engine), tuple(map(_short, asked)))
-    found = given or Domains.by_host(comm.world, met.hosts)
-    report = report_of(holdings_of(met.job.graph), found, lost=lost, k=k)
+    graph, found = met.job.graph, given or Domains.by_host(comm.world, met.hosts)
+    pieces = list(pieces_of(graph))
     if not audit:
-        return report
-    claims: AuditReport = audit_job(comm, met.job, PieceTable(met.state.shards))
-    return AuditedReport(**msgspec.structs.asdict(report), audit=claims.plain())
+        return report_of(holdings_of(graph, pieces), found, lost=lost, k=k, pieces=pieces)
+    if not isinstance(audit, AuditReport):
+        audit = audit_job(comm, met.job, PieceTable(met.state.shards))
+    _check_layout(audit, from_raw(met.job.layout))
+    pieces = list(refute(pieces, refutations_of(audit.findings)))
+    report = report_of(
+        holdings_of(graph, pieces),
+        found,
+        lost=lost,
+        k=k,
+        pieces=pieces,
+        redundancy=redundancy_of(graph, pieces, audit.redundant(PROVED)),
+    )
+    return AuditedReport(**msgspec.structs.asdict(report), audit=audit.plain())
+
+
+def _check_layout(audit: AuditReport, layout: str) -> None:
+    if audit.layout != layout:
+        raise ConfigError(f"audit: expected one of this layout ({layout}), found one of {audit.layout}")
 
 
 def _short(option: str) -> str:

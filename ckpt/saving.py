@@ -62,7 +62,8 @@ def save(
     """Save the whole training state of ``engine``; durable when it returns. Collective: every rank must call it.
 
     Args:
-        engine: a ``deepspeed.DeepSpeedEngine`` (ZeRO 0-3), or an object with the methods of
+        engine: a ``deepspeed.DeepSpeedEngine``, a tuple like ``(model, optimizer, scheduler)`` of torch's or Megatron's
+            objects (docs/engines.md), any of them in a :class:`ckpt.Parallel`, or an object with the methods of
             :class:`ckpt.engine.base.EngineAdapter`. It must stand between two optimizer steps.
         root: path or ``file://`` URL of the repository; default ``CKPT_ROOT``, else ``./checkpoints``.
         step: number of the checkpoint; default: the engine's count of optimizer steps.

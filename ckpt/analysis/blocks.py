@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ckpt.analysis.combination import Combination, Kill, combinations_of, is_derivable, kill_sets, needed_bytes
-from ckpt.analysis.holdings import NOBODY, Holdings, Numbers, RankSets, RoleColumn, TensorRows
+from ckpt.analysis.holdings import NOBODY, Flags, Holdings, Numbers, RankSets, RoleColumn, TensorRows
 from ckpt.layout.spec import BUFFER, MASTER, PARAM
 
 if TYPE_CHECKING:
@@ -118,17 +118,20 @@ class Block:
 
 def blocks_of(holdings: Holdings) -> list[Block]:
     """Return the blocks of a job, in an order that follows from their roles alone. Rows without values are left out."""
-    whole: dict[tuple[tuple[RoleColumn, ...], bool], list[int]] = {}
+    whole: dict[tuple[tuple[RoleColumn, ...], bool], list[tuple[int, Flags]]] = {}
     single: dict[RoleColumn, list[tuple[int, int]]] = {}
     for number, tensor in enumerate(holdings.tensors):
         if tensor.numel and not all(column.scalar for column in tensor.columns):
-            whole.setdefault((tensor.columns, tensor.derived), []).append(number)
+            derived = tensor.rows_derived()
+            for kind in (True, False):
+                if (derived == kind).any():
+                    whole.setdefault((tensor.columns, kind), []).append((number, derived == kind))
         for c, column in enumerate(tensor.columns):
             if column.scalar and len(tensor.holders):
                 single.setdefault(column, []).append((number, int(tensor.holders[0, c])))
     blocks = []
-    for (columns, derived), numbers in sorted(whole.items(), key=lambda item: (_order(item[0][0]), item[0][1])):
-        blocks.append(_block(columns, derived, numbers, [holdings.tensors[i] for i in numbers]))
+    for (columns, right), rows_of in sorted(whole.items(), key=lambda item: (_order(item[0][0]), item[0][1])):
+        blocks.append(_block(columns, right, [(i, holdings.tensors[i], rows) for i, rows in rows_of]))
     for column, held in sorted(single.items(), key=lambda item: _order([item[0]])):
         tensor, holders = np.array(held, np.int64).T
         group, rows = distinct_rows(holders.reshape(-1, 1))
@@ -141,11 +144,12 @@ def _order(columns: Iterable[RoleColumn]) -> list[tuple[str, str, bool]]:
     return [(column.role, column.dtype, column.scalar) for column in columns]
 
 
-def _block(columns: tuple[RoleColumn, ...], derived: bool, numbers: list[int], tensors: list[TensorRows]) -> Block:
-    tensor = np.repeat(np.array(numbers, np.int64), [len(t.volume) for t in tensors])
-    volume = np.concatenate([t.volume for t in tensors])
+def _block(columns: tuple[RoleColumn, ...], derived: bool, parts: list[tuple[int, TensorRows, Flags]]) -> Block:
+    """Put together the chosen rows (bool ``[rows]``) of numbered tensors."""
+    tensor = np.repeat(np.array([i for i, _, _ in parts], np.int64), [int(rows.sum()) for _, _, rows in parts])
+    volume = np.concatenate([t.volume[rows] for _, t, rows in parts])
     solid = volume > 0
-    group, rows = distinct_rows(np.concatenate([t.holders for t in tensors])[solid])
+    group, rows = distinct_rows(np.concatenate([t.holders[rows] for _, t, rows in parts])[solid])
     return Block(columns, derived, tensor[solid], volume[solid], group, rows)
 
 

@@ -94,7 +94,7 @@ class Finding:
 @dataclass(frozen=True, slots=True)
 class Claim:
     """One claim over pieces of a tensor: that ``ranks`` hold the same (``replica``, ``buffer``), or that their param is
-    cast(master) (``derivation``).
+    cast(master) (``derivation``; refuted as well where the masters differ).
 
     ``nbytes``: bytes of one copy of each piece, int64 ``[pieces]``. ``states``: uint8 ``[pieces]``. Pieces are chunks
     of the save plan: one differing element refutes its whole piece, ``Finding.difference`` is exact.
@@ -115,6 +115,11 @@ class Claim:
     def total(self, state: int) -> int:
         """Return the bytes (of one copy) of all pieces in a state."""
         return int(self.nbytes[self.states == state].sum())
+
+    @property
+    def spared(self) -> int:
+        """How many copies of each piece are redundant if the claim is true."""
+        return 1 if self.kind == DERIVATION else len(self.ranks) - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +149,12 @@ class AuditReport:
     def total(self, state: int) -> int:
         """Return the bytes (of one copy) of all pieces of all claims in a state."""
         return sum(claim.total(state) for claim in self.claims)
+
+    def redundant(self, state: int) -> int:
+        """Return the bytes that pieces in a state would not need: of replicas all copies but one, of params the one
+        that could be cast from a master.
+        """
+        return sum(claim.spared * claim.total(state) for claim in self.claims)
 
     def __and__(self, other: AuditReport) -> AuditReport:
         return AuditReport.combine([self, other])

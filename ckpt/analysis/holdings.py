@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from ckpt.layout.spec import TensorSpec
 
 Numbers = npt.NDArray[np.int64]
+Flags = npt.NDArray[np.bool_]
 
 NOBODY = -1
 """Number of the empty set of holders."""
@@ -77,7 +78,9 @@ class TensorRows:
     ``holders[i, c]``: number (in :class:`RankSets`) of the ranks that hold column ``c`` of row ``i``'s elements,
     int64 ``[rows, columns]``. No two rows are equal in all columns. A scalar column is the same in all rows. A tensor
     without elements has one row of volume 0, because its scalars are state all the same.
-    ``derived``: the param is claimed to be cast(master).
+    ``derived``: the param is claimed to be cast(master). ``underived``: bool ``[rows]``, rows of which an audit has
+    refuted that; None if it has of none. They may be equal in all columns to a row that is derived. Of a buffer whose
+    copies were found to differ there are more rows than elements: each copy is state of its own.
     """
 
     fqn: str
@@ -86,11 +89,17 @@ class TensorRows:
     derived: bool
     volume: Numbers = field(compare=False)
     holders: Numbers = field(compare=False)
+    underived: Flags | None = field(default=None, compare=False)
 
     @property
     def numel(self) -> int:
         """Elements of the whole tensor."""
         return prod(self.shape)
+
+    def rows_derived(self) -> Flags:
+        """Return whether each row's param is cast(master), bool ``[rows]``."""
+        everywhere = np.full(len(self.volume), self.derived)
+        return everywhere if self.underived is None else everywhere & ~self.underived
 
     def elements(self, column: int) -> Numbers:
         """Return how many values of this column each row counts for, int64 ``[rows]``: a scalar counts once."""
@@ -125,7 +134,8 @@ def merged_rows(volume: Numbers, holders: Numbers) -> tuple[Numbers, Numbers]:
 class TensorPieces:
     """Where the rows of a tensor lie: boxes that cross no cell of any role.
 
-    ``holders[p][c]``: ranks, ascending, that hold column ``c`` of ``boxes[p]``.
+    ``holders[p][c]``: ranks, ascending, that hold column ``c`` of ``boxes[p]``. ``derived[p]``: is the param there
+    cast(master)? A box of a buffer whose copies were found to differ is listed once for each copy.
     """
 
     fqn: str
@@ -133,6 +143,7 @@ class TensorPieces:
     columns: tuple[RoleColumn, ...]
     boxes: tuple[Box, ...]
     holders: tuple[tuple[tuple[int, ...], ...], ...]
+    derived: tuple[bool, ...]
 
 
 def pieces_of(graph: ShardGraph) -> Iterator[TensorPieces]:
@@ -152,17 +163,29 @@ def pieces_of(graph: ShardGraph) -> Iterator[TensorPieces]:
         yield from (_pieces(fqn, s, [s], graph) for s in specs if s.shape != main.shape and s not in scalars)
 
 
-def holdings_of(graph: ShardGraph) -> Holdings:
-    """Return the holdings of a graph without problems."""
+def holdings_of(graph: ShardGraph, pieces: Iterable[TensorPieces] | None = None) -> Holdings:
+    """Return the holdings of a graph without problems.
+
+    Args:
+        graph: what the ranks declare.
+        pieces: what is left of it where claims were refuted (:func:`ckpt.analysis.refuting.refute`); by default its own
+            (:func:`pieces_of`).
+    """
     sets = RankSets()
-    tensors = []
-    for one in pieces_of(graph):
-        volume = np.array([box.volume for box in one.boxes], np.int64)
-        holders = np.array([[sets.number(ranks) for ranks in piece] for piece in one.holders], np.int64)
-        merged = merged_rows(volume, holders.reshape(len(volume), len(one.columns)))
-        derived = one.fqn in graph.derived and any(column.role == PARAM for column in one.columns)
-        tensors.append(TensorRows(one.fqn, one.shape, one.columns, derived, *merged))
+    tensors = [_rows(one, sets, graph.derived) for one in (pieces_of(graph) if pieces is None else pieces)]
     return Holdings(graph.world, sets, tuple(tensors), dict(graph.aliases))
+
+
+def _rows(one: TensorPieces, sets: RankSets, claimed: frozenset[str]) -> TensorRows:
+    volume = np.array([box.volume for box in one.boxes], np.int64)
+    numbers = [[sets.number(ranks) for ranks in piece] for piece in one.holders]
+    holders = np.array(numbers, np.int64).reshape(len(volume), len(one.columns))
+    derived = one.fqn in claimed and any(column.role == PARAM for column in one.columns)
+    if not derived or all(one.derived):
+        return TensorRows(one.fqn, one.shape, one.columns, derived, *merged_rows(volume, holders))
+    refuted = np.array([[not right] for right in one.derived], np.int64)
+    volume, table = merged_rows(volume, np.concatenate([refuted, holders], axis=1))
+    return TensorRows(one.fqn, one.shape, one.columns, derived, volume, table[:, 1:], table[:, 0] == 1)
 
 
 def _pieces(fqn: str, main: TensorSpec, specs: list[TensorSpec], graph: ShardGraph) -> TensorPieces:
@@ -179,7 +202,8 @@ def _pieces(fqn: str, main: TensorSpec, specs: list[TensorSpec], graph: ShardGra
         everyone = tuple(sorted({r for cell in graph.cells[specs[c]] for r in cell.ranks}))
         for row in holders:
             row[c] = everyone
-    return TensorPieces(fqn, main.shape, columns, tuple(boxes), tuple(map(tuple, holders)))
+    derived = fqn in graph.derived and any(s.role == PARAM for s in specs)
+    return TensorPieces(fqn, main.shape, columns, tuple(boxes), tuple(map(tuple, holders)), (derived,) * len(boxes))
 
 
 def _common_boxes(by_role: list[tuple[Cell, ...]]) -> list[Box]:

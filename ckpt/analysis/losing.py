@@ -12,7 +12,7 @@ import numpy as np
 
 from ckpt.analysis.combination import Combination, combinations_of, needed_bytes
 from ckpt.analysis.domains import spans
-from ckpt.analysis.holdings import RankSets, pieces_of
+from ckpt.analysis.holdings import RankSets
 from ckpt.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from ckpt.analysis.domains import Domains
     from ckpt.analysis.holdings import Holdings, RoleColumn, TensorPieces, TensorRows
     from ckpt.layout.box import Box
-    from ckpt.layout.graph import ShardGraph
 
 Corners = tuple[tuple[int, ...], tuple[int, ...]]
 """A box: offsets and sizes."""
@@ -30,7 +29,7 @@ Corners = tuple[tuple[int, ...], tuple[int, ...]]
 class Source(msgspec.Struct, frozen=True, kw_only=True):
     """Elements that lost a copy and can be rebuilt. ``ranks``: for each role that it takes, who still holds it.
 
-    With a graph these are all who hold ``boxes``. Without one, elements that take the same roles are one source, and
+    With pieces these are all who hold ``boxes``. Without them, elements that take the same roles are one source, and
     the ranks are whom to ask: the lowest one that still holds each row.
     """
 
@@ -68,14 +67,16 @@ class Loss(msgspec.Struct, frozen=True, kw_only=True):
     tensors: tuple[TensorLoss, ...]
 
 
-def lose(holdings: Holdings, domains: Domains, lost: str | Iterable[int], graph: ShardGraph | None = None) -> Loss:
+def lose(
+    holdings: Holdings, domains: Domains, lost: str | Iterable[int], pieces: Iterable[TensorPieces] | None = None
+) -> Loss:
     """Return what the loss of these ranks, all at once, does.
 
     Args:
         holdings: who holds what.
         domains: names that ``lost`` may use.
         lost: ranks, or text for :meth:`~ckpt.analysis.domains.Domains.parse`.
-        graph: the graph of which these are the holdings, to say where in a tensor.
+        pieces: those of which these are the holdings, to say where in a tensor, and all who hold it still.
 
     Raises:
         ConfigError: with every name or rank that does not exist.
@@ -84,11 +85,11 @@ def lose(holdings: Holdings, domains: Domains, lost: str | Iterable[int], graph:
     unknown = sorted(rank for rank in ranks if not 0 <= rank < holdings.world)
     if unknown:
         raise ConfigError(f"lost ranks {spans(unknown)} are not in this job of {holdings.world} ranks")
-    losing = _Losing(holdings.sets if graph is None else RankSets(), ranks)
-    if graph is None:
+    losing = _Losing(holdings.sets if pieces is None else RankSets(), ranks)
+    if pieces is None:
         tensors = [losing.tensor(one) for one in holdings.tensors]
     else:
-        tensors = [losing.pieces(one, graph) for one in pieces_of(graph)]
+        tensors = [losing.pieces(one) for one in pieces]
     hit = tuple(one for one in tensors if one.bytes or one.roles_gone or one.rebuild_from)
     whole = [name for name in domains.names if ranks.issuperset(domains.members[name])]
     return Loss(
@@ -126,44 +127,44 @@ class _Losing:
         full = [c for c, column in enumerate(one.columns) if not column.scalar]
         hit = some[one.holders[:, full]].any(axis=1) | every[one.holders].any(axis=1)
         rows = np.flatnonzero(hit)
-        listed = zip(one.volume[rows].tolist(), one.holders[rows].tolist(), (None for _ in rows), strict=True)
-        return self._loss(one.fqn, one.columns, one.derived, listed)
+        parts = (one.volume[rows], one.holders[rows], one.rows_derived()[rows])
+        listed = zip(*(part.tolist() for part in parts), (None for _ in rows), strict=True)
+        return self._loss(one.fqn, one.columns, listed)
 
-    def pieces(self, one: TensorPieces, graph: ShardGraph) -> TensorLoss:
+    def pieces(self, one: TensorPieces) -> TensorLoss:
         rows = []
-        for box, holders in zip(one.boxes, one.holders, strict=True):
+        for box, holders, derived in zip(one.boxes, one.holders, one.derived, strict=True):
             hit = any(
                 not ranks or (not self._lost.isdisjoint(ranks) and (not column.scalar or self._lost.issuperset(ranks)))
                 for column, ranks in zip(one.columns, holders, strict=True)
             )
             if hit:
-                rows.append((box.volume, [self._sets.number(ranks) for ranks in holders], box))
-        return self._loss(one.fqn, one.columns, one.fqn in graph.derived, rows)
+                rows.append((box.volume, [self._sets.number(ranks) for ranks in holders], derived, box))
+        return self._loss(one.fqn, one.columns, rows)
 
     def _loss(
         self,
         fqn: str,
         columns: tuple[RoleColumn, ...],
-        derived: bool,
-        rows: Iterable[tuple[int, list[int], Box | None]],
+        rows: Iterable[tuple[int, list[int], bool, Box | None]],
     ) -> TensorLoss:
-        combinations = combinations_of(columns, derived)
-        elements, gone, lost_boxes, scalar_bytes = 0, Counter[str](), list[Corners](), 0
+        elements, nbytes, gone, lost_boxes = 0, 0, Counter[str](), list[Corners]()
         sources: dict[tuple[Combination, tuple[tuple[int, ...], ...]], _Found] = {}
-        for volume, row, box in rows:
+        for volume, row, derived, box in rows:
             corners = [] if box is None else [(box.offsets, box.sizes)]
             left = [self.left(number) for number in row]
             for column, ranks in zip(columns, left, strict=True):
                 if not ranks and column.scalar and column.role not in gone:
                     gone[column.role] = 1
-                    scalar_bytes += column.itemsize
+                    nbytes += column.itemsize
                 elif not ranks and not column.scalar and volume:
                     gone[column.role] += volume
-            alive = next((c for c in combinations if all(left[i] for i in c)), None)
+            alive = next((c for c in combinations_of(columns, derived) if all(left[i] for i in c)), None)
             if not volume:
                 continue
             if alive is None:
                 elements += volume
+                nbytes += volume * needed_bytes(columns, derived)
                 lost_boxes += corners
                 continue
             # Without boxes a source could not say which of its elements each of many holders has.
@@ -176,7 +177,7 @@ class _Losing:
         return TensorLoss(
             fqn=fqn,
             elements=elements,
-            bytes=elements * needed_bytes(columns, derived) + scalar_bytes,
+            bytes=nbytes,
             roles_gone=dict(sorted(gone.items())),
             rebuild_from=tuple(found.source() for _, found in sorted(sources.items(), key=lambda item: item[0])),
             boxes=tuple(sorted(lost_boxes)),

@@ -15,6 +15,7 @@ from ckpt.analysis.classes import CellClass, cell_classes
 from ckpt.analysis.heat import HeatMap, heat_map
 from ckpt.analysis.kills import KillTable, kill_table
 from ckpt.analysis.losing import Loss, lose
+from ckpt.analysis.refuting import Redundancy
 from ckpt.analysis.survival import SurvivalRow, rounded, survival_table
 from ckpt.errors import ConfigError
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from ckpt.analysis.domains import Domains
-    from ckpt.analysis.holdings import Holdings
+    from ckpt.analysis.holdings import Holdings, TensorPieces
 
 VERSION = 1
 """Of the JSON form: a field that changes its meaning or goes away is a new version."""
@@ -59,7 +60,9 @@ class MustWrite(msgspec.Struct, frozen=True, kw_only=True):
 class Report(msgspec.Struct, frozen=True, kw_only=True):
     """What :func:`analyze` found.
 
-    ``tensors``, ``parameters``, ``elements`` (buffers too): of the model. ``k``: the losses that verdicts speak of.
+    ``tensors``, ``parameters``, ``elements`` (buffers too, and each distinct copy of them): of the model. ``k``: the
+    losses that verdicts speak of. ``redundancy``: None if the claims were not put to the test, so that the report is
+    true as far as they are; otherwise what was refuted is not counted as held or derivable.
     """
 
     version: int = VERSION
@@ -78,13 +81,22 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     survival: tuple[SurvivalRow, ...]
     heat: HeatMap
     loss: Loss | None = None
+    redundancy: Redundancy | None = None
 
     def to_json(self) -> bytes:
         """Return the report as JSON: keys sorted, the same bytes for the same holdings."""
         return msgspec.json.encode(self, order="sorted")
 
 
-def analyze(holdings: Holdings, domains: Domains, *, lost: str | Iterable[int] | None = None, k: int = 1) -> Report:
+def analyze(
+    holdings: Holdings,
+    domains: Domains,
+    *,
+    lost: str | Iterable[int] | None = None,
+    k: int = 1,
+    pieces: Iterable[TensorPieces] | None = None,
+    redundancy: Redundancy | None = None,
+) -> Report:
     """Return the report of a job.
 
     Args:
@@ -92,6 +104,8 @@ def analyze(holdings: Holdings, domains: Domains, *, lost: str | Iterable[int] |
         domains: which ranks fail together.
         lost: a named loss to look at, as for :func:`ckpt.analysis.losing.lose`.
         k: how many domains may be lost at once before something has to be read back; verdicts are for this number.
+        pieces: those of which these are the holdings, to name the boxes of what is lost and all who hold the rest.
+        redundancy: what a test of the claims said, if the holdings are what it left of them.
 
     Raises:
         ConfigError: the domains are not this job's, ``lost`` names what is not there, or ``k`` is not positive.
@@ -99,7 +113,7 @@ def analyze(holdings: Holdings, domains: Domains, *, lost: str | Iterable[int] |
     domains.check(holdings.world)
     if k < 1:
         raise ConfigError(f"k: expected the number of losses to survive, at least 1, found {k}")
-    loss = None if lost is None else lose(holdings, domains, lost)
+    loss = None if lost is None else lose(holdings, domains, lost, pieces)
     sets = SetTable(holdings.sets)
     blocks = blocks_of(holdings)
     table = kill_table(blocks, sets, domains)
@@ -120,6 +134,7 @@ def analyze(holdings: Holdings, domains: Domains, *, lost: str | Iterable[int] |
         survival=survival_table(table),
         heat=heat_map(holdings, blocks, sets, table, domains.of_rank),
         loss=loss,
+        redundancy=redundancy,
     )
 
 

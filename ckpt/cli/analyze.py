@@ -36,7 +36,9 @@ LAYOUT = (
     click.option("--stages", metavar="N,N,…", help="Layers of each pipeline stage; default: equally many."),
     click.option("--hosts", type=int, help="Number of hosts."),
     click.option("--ranks-per-host", type=int, help="Ranks of one host; 8 is assumed."),
-    click.option("--dtype", help="Of the parameters (default: bfloat16; float32 where the optimizer steps them themselves)."),
+    click.option(
+        "--dtype", help="Of the parameters; default: float32 where the optimizer steps them themselves, else bfloat16."
+    ),
     click.option("--master/--no-master", default=None, help="Separate fp32 masters? Default: as the engine does it."),
     click.option("--optimizer", help=f"Whose state is kept: {', '.join(STATE)}."),
     click.option("--decay-groups", is_flag=True, default=None, help="Two parameter groups: matrices, and the rest."),
@@ -100,7 +102,14 @@ def analyze(
         raise ConfigError("\n  - ".join([f"ckpt analyze: {len(problems)} problem(s)", *problems]))
 
     subject = asked.subject()
-    report = report_of(subject.holdings, domains_of(subject, domains), lost=lose, k=k)
+    report = report_of(
+        subject.holdings,
+        domains_of(subject, domains),
+        lost=lose,
+        k=k,
+        pieces=None if lose is None else subject.pieces(),
+        redundancy=subject.redundancy,
+    )
     if page is not None:
         html.write(page, subject, report)
     if as_json:

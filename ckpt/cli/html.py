@@ -53,7 +53,7 @@ def page(subject: Subject, report: Report) -> str:
         "layout": parts.text(subject.layout),
         "notes": "".join(f"<p>{parts.text(note)}</p>" for note in subject.notes),
         "facts": parts.facts(report),
-        "rows_hint": ", or ranks that hold alike" if grouped else "",
+        "rows_hint": ", or several that hold alike or are neighbours" if grouped else "",
         "count_domains": ""
         if domain == "rank"
         else f'<option value="domains">{parts.text(domain)}s that hold it</option>',

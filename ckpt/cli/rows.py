@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 SHOWN_LOSSES = 3
 """Losses that "must be written" is shown for, unless more are asked for."""
+PUBLISHED_RANGE = "none for this one; 25 % to 100 % for Yi-34B, MegaScale-530B, DeepSeek-V3 and Kimi-K2 together"
 
 
 class MergedClass(NamedTuple):
@@ -72,7 +73,7 @@ def paper_lines(paper: PaperCount) -> list[tuple[str, str]]:
     """Return our number beside the paper's, as (name, text)."""
     lines = [("this layout", f"{percent(paper.share)} of parameters, gradients and optimizer states")]
     if paper.open:
-        stated = "none for this layout" if paper.published is None else f"{paper.published:g} %"
+        stated = PUBLISHED_RANGE if paper.published is None else f"{paper.published:g} %"
         if paper.published is not None and paper.changed:
             stated += f", for another layout: {', '.join(paper.changed)} replaced"
         lines.append(("the paper's number", stated))

@@ -5,18 +5,21 @@ All that is wrong with a command line is found before any file is opened, and to
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ckpt.analysis.domains import Domains
-from ckpt.analysis.holdings import Holdings
+from ckpt.analysis.holdings import Holdings, TensorPieces, holdings_of, pieces_of
 from ckpt.analysis.paper import paper_share
+from ckpt.analysis.refuting import Redundancy, redundancy_of, refute
+from ckpt.cli.render import size
 from ckpt.describe.closed import holdings as holdings_of_description
+from ckpt.describe.exact import exact_graph
 from ckpt.describe.load import describe
 from ckpt.describe.presets import PRESETS, preset
 from ckpt.errors import LayoutError
-from ckpt.repo.holders import holdings_of_index, hosts_of_index
+from ckpt.repo.holders import graph_of_index, hosts_of_index, refutations_of_index
 from ckpt.repo.repository import Repository
 from ckpt.store.open import open_store
 
@@ -45,7 +48,11 @@ class PaperCount:
 
 @dataclass(frozen=True)
 class Subject:
-    """``kind``: ``checkpoint`` or ``description``. ``hosts``: as far as they are known; ``notes``: what was assumed."""
+    """``kind``: ``checkpoint`` or ``description``. ``hosts``: as far as they are known; ``notes``: what was assumed.
+
+    ``pieces``: makes those of which these are the holdings, or None: only a named loss needs them. ``redundancy``: what
+    the save found of a checkpoint's claims.
+    """
 
     kind: str
     name: str
@@ -54,6 +61,8 @@ class Subject:
     hosts: Domains | None
     notes: tuple[str, ...] = ()
     paper: PaperCount | None = None
+    pieces: Callable[[], Sequence[TensorPieces] | None] = lambda: None
+    redundancy: Redundancy | None = None
 
 
 @dataclass(frozen=True)
@@ -129,7 +138,21 @@ def _of_checkpoint(repository: Repository, step: int | None) -> Subject:
         notes.append(f"hosts are not known ({error})")
     layout = f"saved by {commit.world} rank(s) of {commit.engine} at {commit.created}"
     name = f"{repository.store.url}, step {commit.step}"
-    return Subject("checkpoint", name, layout, holdings_of_index(index), hosts, tuple(notes))
+    graph = graph_of_index(index)
+    left = tuple(refute(pieces_of(graph), refutations_of_index(index, graph)))
+    tested = redundancy_of(graph, left)
+    notes.append(_found(tested))
+    holdings = holdings_of(graph, left)
+    return Subject("checkpoint", name, layout, holdings, hosts, tuple(notes), None, lambda: left, tested)
+
+
+def _found(tested: Redundancy) -> str:
+    """Say what the save found of the job's claims, and what it did not record."""
+    refuted = "nothing" if not tested.refuted else f"{size(tested.refuted)} (not counted here)"
+    return (
+        f"of {size(tested.claimed)} that the job held to be redundant, {refuted} differed when this was saved; "
+        f"how much of the rest was constant, which proves nothing, is not recorded"
+    )
 
 
 def _of_description(described: Description, chosen: str | None, changed: tuple[str, ...]) -> Subject:
@@ -146,7 +169,12 @@ def _of_description(described: Description, chosen: str | None, changed: tuple[s
     layout = words(parallel)
     known = PRESETS.get(chosen or "")
     paper = PaperCount(share, layout, known.paper, known.open, changed) if known else PaperCount(share, layout)
-    return Subject("description", described.model.name, layout, holdings, hosts, tuple(notes), paper)
+
+    def pieces() -> Sequence[TensorPieces] | None:
+        graph = exact_graph(described)
+        return None if graph is None else tuple(pieces_of(graph))
+
+    return Subject("description", described.model.name, layout, holdings, hosts, tuple(notes), paper, pieces)
 
 
 def words(parallel: Parallel) -> str:

@@ -1,10 +1,14 @@
-"""RankLayout of any one rank of a described job, exactly as the rank itself would declare it. Pure."""
+"""RankLayout of any one rank of a described job, exactly as the rank itself would declare it; of a small job the graph.
+
+Pure.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from ckpt.layout.box import Box
+from ckpt.layout.graph import ShardGraph
 from ckpt.layout.spec import RankLayout, Shard, TensorSpec
 
 if TYPE_CHECKING:
@@ -14,6 +18,18 @@ if TYPE_CHECKING:
     from ckpt.describe.engines import Cuts
     from ckpt.describe.model import Described
     from ckpt.describe.placement import Description
+
+
+EXACT_RANKS = 64
+"""Ranks up to which a described job is laid out rank by rank, so that a loss is told by box like that of a live one."""
+
+
+def exact_graph(description: Description) -> ShardGraph | None:
+    """Return the graph of all ranks, equal to that of the live job; None of more than :data:`EXACT_RANKS`."""
+    world = description.parallel.ranks
+    if world > EXACT_RANKS:
+        return None
+    return ShardGraph.build([rank_layout(description, rank) for rank in range(world)])
 
 
 def rank_layout(description: Description, rank: int) -> RankLayout:

@@ -100,9 +100,8 @@ class Naming:
                 if fqn != listed:
                     self.aliases[fqn] = listed
                 continue
-            if getattr(p, "allreduce", True) is False and not any(
-                clean_name(name).startswith(e) for e in self._experts
-            ):
+            numbered = any(clean_name(name).startswith(prefix) for prefix in self._experts)
+            if getattr(p, "allreduce", True) is False and not numbered:
                 self._problems.append(
                     f"parameter {name!r}: an expert of a mixture of experts, whose name repeats on every "
                     f"expert-parallel rank (only deepspeed.moe.layer.MoE numbers them in a known way)"
@@ -174,9 +173,10 @@ def autotp_tiling(record: Mapping[str, Any], local: tuple[int, ...], rank: int) 
         if shape != local:
             raise LayoutError(f"AutoTP says that every rank holds all of {list(shape)}, found {list(local)}")
         return Tiling.whole(local)
-    if not widths and not sizes:
-        raise LayoutError("AutoTP has cut it, but has not recorded where")
-    tiling = Tiling.of_runs(shape, {dim: _runs(widths or [sizes], rank)})
+    cuts = widths or [sizes or ()]
+    if any(len(one) <= rank for one in cuts) or not 0 <= dim < len(shape):
+        raise LayoutError(f"AutoTP has cut it, but has not recorded where for rank {rank} of the tensor-parallel group")
+    tiling = Tiling.of_runs(shape, {dim: _runs(cuts, rank)})
     if tiling.local != local:
         raise LayoutError(f"AutoTP has recorded a part of shape {list(tiling.local)}, found {list(local)}")
     return tiling

@@ -68,9 +68,14 @@ def kinds_of(state: dict[Any, Any], partition: Partition) -> Kinds:
         elif type(value) in _SCALAR_DTYPES:
             kinds[key] = value
             continue
-        found = f"tensor of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
-        raise UnsupportedLayout(f"{where} is a {found}: expected shape {list(partition.key.shape)} or a scalar")
+        found = f"tensor of shape {_shown(value)}" if isinstance(value, torch.Tensor) else type(value).__name__
+        raise UnsupportedLayout(f"{where} is a {found}: expected shape {_shown(partition.key)} or a scalar")
     return kinds
+
+
+def _shown(tensor: torch.Tensor) -> str:
+    placements = getattr(tensor, "placements", None)
+    return f"{list(tensor.shape)}" + (f" placed {tuple(placements)}" if placements is not None else "")
 
 
 def lies_like(value: torch.Tensor, key: torch.Tensor) -> bool:

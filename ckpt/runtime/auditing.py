@@ -123,8 +123,10 @@ def _claims(
             state = REFUTED if i in diverging else equal
             pieces.setdefault((kind, fqn, role, chunk.ranks), []).append((chunk.nbytes, state))
         if role == PARAM and fqn in derived:
-            # Where no rank holds param and master of the same elements, nobody can compare them.
-            state = REFUTED if i in wrong_casts else equal if i in plan.proofs else UNPROVED
+            # Where no rank holds param and master of the same elements, nobody can compare them. Where masters differ,
+            # the param is the cast of one of them at best.
+            wrong = i in wrong_casts or plan.proofs.get(i) in diverging
+            state = REFUTED if wrong else equal if i in plan.proofs else UNPROVED
             pieces.setdefault((DERIVATION, fqn, role, chunk.ranks), []).append((chunk.nbytes, state))
     claims = []
     for key, rows in sorted(pieces.items()):

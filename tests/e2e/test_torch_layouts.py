@@ -68,3 +68,9 @@ def test_bad_input_is_one_error_that_lists_everything(tmp_path: Path) -> None:
     lists("groups", "LayoutError", "axis 'dp'", "rule 'tensors: nothing.like.this' fits nothing", "tied: tail.weight")
     lists("shapes", "LayoutError", "'weight' (param): ranks disagree", "float32[3, 4] on rank(s) 0", "float32[3, 6]")
     lists("overlap", "overlap_with_ddp=True")
+    lists(
+        "state",
+        "UnsupportedLayout",
+        "'exp_avg' of 'weight'",
+        "'exp_avg' of 'bias' is a tensor of shape [3] placed (Replicate(),)",
+    )

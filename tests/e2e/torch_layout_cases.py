@@ -235,4 +235,9 @@ def refused(rank: int, world: int, *, root: str) -> dict[str, str]:
         model.parameters(), optimizer_class=torch.optim.Adam, overlap_with_ddp=True, lr=0.1
     )
     found["overlap"] = attempt((model, with_ddp), root)
+    model = fully_shard(nn.Linear(3, 3), mesh=mesh)
+    optimizer = stepped(model)
+    for p in model.parameters():
+        optimizer.state[p]["exp_avg"] = optimizer.state[p]["exp_avg"].redistribute(placements=[Replicate()])
+    found["state"] = attempt((model, optimizer), root)
     return found

@@ -57,6 +57,11 @@ AUTOTP = {
     },
 }
 
+_OWN = {
+    "kind", "stage", "dtype", "tp", "pp", "ep", "gas", "rules", "optimizer", "split", "positions", "noisy", "untied",
+}  # fmt: skip
+"""What of a layout is not DeepSpeed's config."""
+
 
 class Engine:
     """An engine, what to pass to ``ckpt``, and how to train it."""

@@ -20,7 +20,7 @@ from ckpt.analysis.blocks import SetTable, blocks_of
 from ckpt.analysis.chance import NothingLost, expected_share, lost_terms
 from ckpt.analysis.combination import minimal
 from ckpt.analysis.domains import Domains
-from ckpt.analysis.holdings import Holdings, RankSets, TensorRows, holdings_of
+from ckpt.analysis.holdings import Holdings, RankSets, TensorRows, holdings_of, pieces_of
 from ckpt.analysis.kills import kill_table
 from ckpt.analysis.losing import lose
 from ckpt.analysis.report import analyze
@@ -128,8 +128,8 @@ def test_what_is_promised_is_rebuilt_and_what_is_called_lost_cannot_be(layouts, 
     graph.check()
     holdings = holdings_of(graph)
     lost = data.draw(st.sets(st.integers(0, len(layouts) - 1)), label="lost")
-    found = lose(holdings, Domains.by_rank(len(layouts)), lost, graph)
-    without_graph = lose(holdings, Domains.by_rank(len(layouts)), lost)
+    found = lose(holdings, Domains.by_rank(len(layouts)), lost, pieces_of(graph))
+    without_pieces = lose(holdings, Domains.by_rank(len(layouts)), lost)
     cluster = Cluster(layouts, graph)
     before = {spec: cluster.holders(spec) for spec in graph.specs}
     cluster.kill(lost)
@@ -170,7 +170,7 @@ def test_what_is_promised_is_rebuilt_and_what_is_called_lost_cannot_be(layouts, 
         assert not promised & untouched
         assert not lost_elements & (promised | untouched)
     assert found.bytes == sum(nbytes.values())
-    assert [(t.fqn, t.elements, t.bytes, t.roles_gone) for t in without_graph.tensors] == [
+    assert [(t.fqn, t.elements, t.bytes, t.roles_gone) for t in without_pieces.tensors] == [
         (t.fqn, t.elements, t.bytes, t.roles_gone) for t in found.tensors
     ]
 

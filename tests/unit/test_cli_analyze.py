@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 from math import prod
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -25,9 +29,7 @@ from ckpt.store.local import LocalStore
 from tests.compat.test_golden import HERE as GOLDEN
 from tests.property.fake import cut, engines, save_all, small_model
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
+REPO = Path(__file__).resolve().parents[2]
 SHAPES = """
 name: tiny
 layers: 2
@@ -126,6 +128,15 @@ def test_options_replace_parts_of_a_preset() -> None:
     assert "pp 9," in run("--preset", "llama3-405b", "--dp", "1", "--tp", "1", "--pp", "9")
     assert "on 2 hosts;" in run("--preset", "yi-34b", "--dp", "2", "--hosts", "2")
     assert "fsdp2, ZeRO-3" in run("--preset", "yi-34b", "--dp", "4", "--tp", "1", "--pp", "1", "--engine", "fsdp2")
+
+
+def test_it_runs_without_torch(tmp_path: Path, shapes: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise ImportError('torch is blocked')")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(REPO)])}
+    command = [sys.executable, "-m", "ckpt", "analyze", "--model", str(shapes), "--html", str(tmp_path / "page.html")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert "What is held" in done.stdout
 
 
 def test_stages_of_a_pipeline_may_differ(shapes: Path) -> None:
