@@ -10,7 +10,7 @@ import msgspec
 from ckpt.analysis.claims import PROVED, AuditReport
 from ckpt.analysis.domains import HOST, RANK, Domains
 from ckpt.analysis.holdings import holdings_of, pieces_of
-from ckpt.analysis.refuting import redundancy_of, refutations_of, refute
+from ckpt.analysis.refuting import left_of, refutations_of
 from ckpt.analysis.report import Report
 from ckpt.analysis.report import analyze as report_of
 from ckpt.engine.base import EngineAdapter
@@ -124,21 +124,14 @@ def _analyze_engine(
     )
     met = meet(comm, "analyze", lambda: adapter_for(engine), tuple(map(_short, asked)))
     graph, found = met.job.graph, given or Domains.by_host(comm.world, met.hosts)
-    pieces = list(pieces_of(graph))
     if not audit:
+        pieces = list(pieces_of(graph))
         return report_of(holdings_of(graph, pieces), found, lost=lost, k=k, pieces=pieces)
     if not isinstance(audit, AuditReport):
         audit = audit_job(comm, met.job, PieceTable(met.state.shards))
     _check_layout(audit, from_raw(met.job.layout))
-    pieces = list(refute(pieces, refutations_of(audit.findings)))
-    report = report_of(
-        holdings_of(graph, pieces),
-        found,
-        lost=lost,
-        k=k,
-        pieces=pieces,
-        redundancy=redundancy_of(graph, pieces, audit.redundant(PROVED)),
-    )
+    left = left_of(graph, refutations_of(audit.findings), audit.redundant(PROVED))
+    report = report_of(left.holdings, found, lost=lost, k=k, pieces=left.pieces, redundancy=left.redundancy)
     return AuditedReport(**msgspec.structs.asdict(report), audit=audit.plain())
 
 

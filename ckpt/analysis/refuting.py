@@ -17,6 +17,7 @@ import msgspec
 from ckpt.analysis.audit import elect, sides_of
 from ckpt.analysis.claims import DERIVATION
 from ckpt.analysis.combination import is_derivable
+from ckpt.analysis.holdings import holdings_of, pieces_of
 from ckpt.layout.box import Box, overlaps
 from ckpt.layout.spec import BUFFER, MASTER, PARAM
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from ckpt.analysis.claims import Finding
-    from ckpt.analysis.holdings import TensorPieces
+    from ckpt.analysis.holdings import Holdings, TensorPieces
     from ckpt.layout.graph import ShardGraph
 
 Sides = tuple[tuple[int, ...], ...]
@@ -58,22 +59,29 @@ class Refutations:
     underived: Mapping[str, Collection[Box]]
 
 
-def redundancy_of(graph: ShardGraph, left: Iterable[TensorPieces], proved: int | None = None) -> Redundancy:
-    """Say how much of a job's claimed redundancy is left.
+@dataclass(frozen=True, slots=True)
+class Left:
+    """What is left of a job's claims, in the forms that a report is made of."""
+
+    pieces: tuple[TensorPieces, ...]
+    holdings: Holdings
+    redundancy: Redundancy
+
+
+def left_of(graph: ShardGraph, refuted: Refutations, proved: int | None = None) -> Left:
+    """Return what is left of a job's claims.
 
     Args:
-        graph: what the ranks declare.
-        left: its pieces after :func:`refute`.
-        proved: bytes of it that are proved (:meth:`~ckpt.analysis.claims.AuditReport.redundant`), if that is known.
+        graph: what the ranks declare, without problems.
+        refuted: what the bytes say.
+        proved: redundant bytes that are proved (:meth:`~ckpt.analysis.claims.AuditReport.redundant`), if that is known.
     """
+    pieces = tuple(refute(pieces_of(graph), refuted))
     claimed = graph.bytes_held() - graph.bytes_unique()
-    refuted = claimed - sum(map(_redundant, left))
-    return Redundancy(
-        claimed=claimed,
-        refuted=refuted,
-        proved=proved,
-        unproved=None if proved is None else claimed - refuted - proved,
-    )
+    wrong = claimed - sum(map(_redundant, pieces))
+    unproved = None if proved is None else claimed - wrong - proved
+    numbers = Redundancy(claimed=claimed, refuted=wrong, proved=proved, unproved=unproved)
+    return Left(pieces, holdings_of(graph, pieces), numbers)
 
 
 def _redundant(one: TensorPieces) -> int:

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ckpt.analysis.domains import Domains
-from ckpt.analysis.holdings import Holdings, TensorPieces, holdings_of, pieces_of
+from ckpt.analysis.holdings import Holdings, TensorPieces, pieces_of
 from ckpt.analysis.paper import paper_share
-from ckpt.analysis.refuting import Redundancy, redundancy_of, refute
+from ckpt.analysis.refuting import Redundancy, left_of
 from ckpt.cli.render import size
 from ckpt.describe.closed import holdings as holdings_of_description
 from ckpt.describe.exact import exact_graph
@@ -139,11 +139,11 @@ def _of_checkpoint(repository: Repository, step: int | None) -> Subject:
     layout = f"saved by {commit.world} rank(s) of {commit.engine} at {commit.created}"
     name = f"{repository.store.url}, step {commit.step}"
     graph = graph_of_index(index)
-    left = tuple(refute(pieces_of(graph), refutations_of_index(index, graph)))
-    tested = redundancy_of(graph, left)
-    notes.append(_found(tested))
-    holdings = holdings_of(graph, left)
-    return Subject("checkpoint", name, layout, holdings, hosts, tuple(notes), None, lambda: left, tested)
+    left = left_of(graph, refutations_of_index(index, graph))
+    notes.append(_found(left.redundancy))
+    return Subject(
+        "checkpoint", name, layout, left.holdings, hosts, tuple(notes), None, lambda: left.pieces, left.redundancy
+    )
 
 
 def _found(tested: Redundancy) -> str:

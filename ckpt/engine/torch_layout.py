@@ -25,7 +25,7 @@ from ckpt.layout.tiling import Tiling
 
 if TYPE_CHECKING:
     from ckpt.engine.base import Context
-    from ckpt.engine.torch_parts import Parts
+    from ckpt.engine.torch_parts import ModelPart, Parts
 
 _REFUSED = {
     "FullyShardedDataParallel": "FSDP1 (its flat parameters are not supported): use fully_shard (FSDP2)",
@@ -54,27 +54,8 @@ def layout_of(parts: Parts, context: Context) -> Layout:
     group = context.groups.get("tp", ())
     me = dist.get_rank() if dist.is_initialized() else 0
     layout = Layout(Tiler(context, group.index(me) if me in group else 0, max(1, len(group))))
-    several = len(parts.models) > 1
     for model in parts.models:
-
-        def name(local: str, stage: int | None = model.stage) -> str:
-            layout.tiler.locals_seen |= {local, marked_name(local, stage)}
-            return global_name(context, local, stage, several=several)
-
-        for prefix, child in modules_of(model.module):
-            for refused in sorted(class_names(child) & _REFUSED.keys()):
-                layout.tiler.problems.append(f"module {prefix!r}: {_REFUSED[refused]}")
-            if type(child).get_extra_state is not torch.nn.Module.get_extra_state:
-                fqn = name(joined(prefix, EXTRA_STATE)).removesuffix(EXTRA_STATE).removesuffix(".")
-                layout.stateful[fqn] = child
-        for local, p in parameters_of(model.module):
-            listed = _listed(layout, name(local), p)
-            if listed is not None:
-                layout.named[id(p)] = Named(listed, _tiling(layout.tiler, listed, PARAM, p), p)
-        for local, buffer in buffers_of(model.module):
-            listed = _listed(layout, name(local), buffer)
-            if listed is not None:
-                layout.buffers.append(Named(listed, _tiling(layout.tiler, listed, BUFFER, buffer), buffer))
+        _add_model(layout, model, several=len(parts.models) > 1)
     if layout.tiler.degree > 1 and not _explained(layout):
         layout.tiler.problems.append(
             f"there is a tensor-parallel group of {layout.tiler.degree} ranks, but no rule, DTensor or attribute of "
@@ -82,6 +63,29 @@ def layout_of(parts: Parts, context: Context) -> Layout:
         )
     layout.partitions = [_partitions(layout, optimizer) for optimizer in parts.optimizers]
     return layout
+
+
+def _add_model(layout: Layout, model: ModelPart, *, several: bool) -> None:
+    tiler = layout.tiler
+
+    def name(local: str) -> str:
+        tiler.locals_seen |= {local, marked_name(local, model.stage)}
+        return global_name(tiler.context, local, model.stage, several=several)
+
+    for prefix, child in modules_of(model.module):
+        for refused in sorted(class_names(child) & _REFUSED.keys()):
+            tiler.problems.append(f"module {prefix!r}: {_REFUSED[refused]}")
+        if type(child).get_extra_state is not torch.nn.Module.get_extra_state:
+            fqn = name(joined(prefix, EXTRA_STATE)).removesuffix(EXTRA_STATE).removesuffix(".")
+            layout.stateful[fqn] = child
+    for local, p in parameters_of(model.module):
+        listed = _listed(layout, name(local), p)
+        if listed is not None:
+            layout.named[id(p)] = Named(listed, _tiling(tiler, listed, PARAM, p), p)
+    for local, buffer in buffers_of(model.module):
+        listed = _listed(layout, name(local), buffer)
+        if listed is not None:
+            layout.buffers.append(Named(listed, _tiling(tiler, listed, BUFFER, buffer), buffer))
 
 
 def inner_optimizer(optimizer: Any) -> Any:

@@ -111,7 +111,7 @@ def _check_sides(spec: TensorSpec, found: dict[Box, Sides], cells: Sequence[Cell
 
 
 def _underived(index: Index, graph: ShardGraph, where: str) -> dict[str, list[Box]]:
-    """Return the boxes of params that a rank could have proved to be cast(master), and that were stored all the same."""
+    """Return the boxes of params that some rank could have proved to be cast(master), and that were stored."""
     masters = {spec.fqn: graph.cells[spec] for spec in graph.specs if spec.role == MASTER}
     claimed = graph.derived & masters.keys()
     stored: dict[TensorSpec, list[Box]] = {}

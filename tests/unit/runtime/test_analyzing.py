@@ -9,11 +9,12 @@ import torch
 
 import ckpt
 from ckpt.analysis.domains import Domains
+from ckpt.analysis.holdings import pieces_of
 from ckpt.analysis.report import analyze as report_of
 from ckpt.analyzing import analyze
 from ckpt.errors import ConfigError, RankFailure
 from ckpt.layout.spec import PARAM
-from ckpt.repo.holders import holdings_of_index, hosts_of_index
+from ckpt.repo.holders import graph_of_index, holdings_of_index, hosts_of_index
 from ckpt.repo.repository import Repository
 from ckpt.store.memory import MemoryStore
 from tests.property.fake import KINDS, FakeEngine, comms, cut, each, engines, run_ranks, save_all, small_model, zero1
@@ -46,7 +47,8 @@ def test_a_checkpoint_gives_the_same_report_as_the_live_job(kind, world, monkeyp
     live = everywhere(made)
     assert report_of(holdings_of_index(index), by_host).to_json() == live.to_json()
     lost = everywhere(made, domains="rank", lose="rank:0", k=2)
-    again = report_of(holdings_of_index(index), Domains.by_rank(world), lost="rank:0", k=2)
+    pieces = pieces_of(graph_of_index(index))
+    again = report_of(holdings_of_index(index), Domains.by_rank(world), lost="rank:0", k=2, pieces=pieces)
     assert again.to_json() == lost.to_json()
 
 
