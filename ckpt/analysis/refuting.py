@@ -17,7 +17,7 @@ import msgspec
 from ckpt.analysis.audit import elect, sides_of
 from ckpt.analysis.claims import DERIVATION
 from ckpt.analysis.combination import is_derivable
-from ckpt.analysis.holdings import holdings_of, pieces_of
+from ckpt.analysis.holdings import Holdings, TensorPieces, holdings_of, pieces_of
 from ckpt.layout.box import Box, overlaps
 from ckpt.layout.spec import BUFFER, MASTER, PARAM
 
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from ckpt.analysis.claims import Finding
-    from ckpt.analysis.holdings import Holdings, TensorPieces
     from ckpt.layout.graph import ShardGraph
 
 Sides = tuple[tuple[int, ...], ...]

@@ -17,10 +17,13 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from ckpt.analysis.domains import Domains
+from ckpt.analysis.holdings import pieces_of
+from ckpt.analysis.refuting import Redundancy
 from ckpt.analysis.report import analyze
 from ckpt.cli import render_analysis
 from ckpt.cli.main import cli
 from ckpt.describe.closed import holdings
+from ckpt.describe.exact import exact_graph
 from ckpt.describe.load import describe
 from ckpt.describe.presets import PRESETS
 from ckpt.repo.holders import holdings_of_index
@@ -75,8 +78,10 @@ def problems(*arguments: str | Path) -> list[str]:
 
 def test_a_described_layout_gives_the_report_of_the_library(shapes: Path) -> None:
     found = document("--model", shapes, "--tp", "2", "--zero", "1", "--lose", "rank:1", "--k", "2")
-    described = holdings(describe(shapes, tp=2))
-    report = analyze(described, Domains.by_rank(8), lost="rank:1", k=2)
+    described = describe(shapes, tp=2)
+    pieces = pieces_of(exact_graph(described))
+    report = analyze(holdings(described), Domains.by_rank(8), lost="rank:1", k=2, pieces=pieces)
+    assert any(source.boxes for tensor in report.loss.tensors for source in tensor.rebuild_from)
     assert json.dumps(found["report"]) == json.dumps(msgspec.to_builtins(report))
     assert found["source"] == {
         "kind": "description",
@@ -92,7 +97,9 @@ def test_a_checkpoint_gives_the_report_of_the_job_that_wrote_it(tmp_path: Path, 
     layout = {key: cut("flat", array.shape, 4) for key, array in model.tensors.items()}
     save_all(engines(model, layout, 4, filled=True), LocalStore(str(tmp_path / "root")))
     index = Repository(LocalStore(str(tmp_path / "root"))).read_index(1)
-    by_host = analyze(holdings_of_index(index), Domains.by_host(4, ["node-7"] * 4))
+    by_host = analyze(
+        holdings_of_index(index), Domains.by_host(4, ["node-7"] * 4), redundancy=Redundancy(claimed=36, refuted=0)
+    )
     found = document(tmp_path / "root")
     assert json.dumps(found["report"]) == json.dumps(msgspec.to_builtins(by_host))
     assert found["source"]["kind"] == "checkpoint"

@@ -8,16 +8,31 @@ import pytest
 import torch
 
 import ckpt
+from ckpt.analysis.claims import UNPROVED
 from ckpt.analysis.domains import Domains
 from ckpt.analysis.holdings import pieces_of
+from ckpt.analysis.refuting import left_of
 from ckpt.analysis.report import analyze as report_of
 from ckpt.analyzing import analyze
+from ckpt.auditing import audit as audit_of
 from ckpt.errors import ConfigError, RankFailure
-from ckpt.layout.spec import PARAM
-from ckpt.repo.holders import graph_of_index, holdings_of_index, hosts_of_index
+from ckpt.layout.spec import BUFFER, MASTER, PARAM
+from ckpt.repo.holders import graph_of_index, holdings_of_index, hosts_of_index, refutations_of_index
 from ckpt.repo.repository import Repository
 from ckpt.store.memory import MemoryStore
-from tests.property.fake import KINDS, FakeEngine, comms, cut, each, engines, run_ranks, save_all, small_model, zero1
+from tests.property.fake import (
+    KINDS,
+    FakeEngine,
+    comms,
+    cut,
+    each,
+    engines,
+    run_ranks,
+    save_all,
+    small_model,
+    weights,
+    zero1,
+)
 
 
 def everywhere(made, **options):
@@ -114,7 +129,115 @@ def test_an_audit_comes_along_if_asked_for():
     (finding,) = document["audit"]["findings"]
     assert (finding["fqn"], finding["sides"]) == ("emb", [[0, 1], [2]])
     plain = json.loads(everywhere(made).to_json())
-    assert plain == {key: value for key, value in document.items() if key != "audit"}
+    assert plain["redundancy"] is None
+    numbers = document["redundancy"]
+    assert numbers["claimed"] == plain["total"]["bytes_held"] - plain["total"]["bytes_unique"]
+    assert numbers["refuted"] == 6 * 4 * 2 == plain["total"]["bytes_held"] - document["total"]["bytes_held"]
+    assert numbers["proved"] + numbers["unproved"] + numbers["refuted"] == numbers["claimed"]
+    assert numbers["proved"] >= 7 * 8 * 2, "the buffer's two other copies"
+    assert plain["total"]["bytes_unique"] == document["total"]["bytes_unique"]
+
+
+def live(one: FakeEngine, fqn: str, role: str) -> torch.Tensor:
+    return next(s.tensor for s in one.shards if s.spec.key == (fqn, role))
+
+
+def drift(made):
+    live(made[1], "emb", PARAM)[2, 1] = 9.0
+
+
+def own_statistics(made):
+    for rank, one in enumerate(made):
+        live(one, "mean", BUFFER)[:] = rank // 2
+
+
+def round_otherwise(made):
+    for one in made:
+        live(one, "w", PARAM)[0, 0] += 1.0
+
+
+def one_master(made):
+    """Cut in slices, it is only the master itself that its param is no cast of; copied, its copies differ as well."""
+    live(made[0], "w", MASTER).view(torch.int32).view(-1)[0] ^= 1 << 20
+
+
+def one_bit_of_a_master(made):
+    """That the cast does not see: all params are the cast of either, and the save stores them all the same."""
+    for rank, one in enumerate(made):
+        if rank != 2:
+            live(one, "norm", MASTER).view(torch.int32)[3] ^= 1
+
+
+def one_param(made):
+    live(made[0], "scale", PARAM).view(torch.int16)[...] ^= 1
+
+
+FAULTS = [drift, own_statistics, round_otherwise, one_master, one_bit_of_a_master, one_param]
+
+
+@pytest.mark.parametrize("policy", ["warn", "keep-all"])
+@pytest.mark.parametrize("kind", ["zero1", "replicated"])
+@pytest.mark.parametrize("faults", [[one] for one in FAULTS] + [FAULTS], ids=[f.__name__ for f in FAULTS] + ["all"])
+def test_a_checkpoint_knows_what_an_audit_at_that_moment_finds(faults, kind, policy):
+    model = small_model()
+    model.tensors["norm", MASTER] = weights((6,), 3)
+    model.tensors["norm", PARAM] = model.tensors["norm", MASTER].bfloat16()
+    model.derived.add("norm")
+    layout = {key: cut("replicated", t.shape, 4) for key, t in model.tensors.items()}
+    made = engines(model, zero1(model, 4) | {("norm", MASTER): layout["norm", MASTER]}, 4, filled=True)
+    if kind == "replicated":
+        made = engines(model, layout, 4, filled=True)
+    for fault in faults:
+        fault(made)
+    store = MemoryStore()
+    save_all(made, store, on_divergence=policy)
+    audited = json.loads(everywhere(made, audit=True, domains="rank", lose=[0, 1]).to_json())
+    index = Repository(store).read_index(1)
+    graph = graph_of_index(index)
+    left = left_of(graph, refutations_of_index(index, graph))
+    stored = report_of(left.holdings, Domains.by_rank(4), lost=[0, 1], pieces=left.pieces, redundancy=left.redundancy)
+    found = json.loads(stored.to_json())
+    assert found["redundancy"]["refuted"] > 0
+    del audited["audit"]
+    for name in ("proved", "unproved"):
+        assert found["redundancy"].pop(name) is None
+        assert audited["redundancy"].pop(name) >= 0
+    assert found == audited
+
+
+def test_probes_of_different_steps_are_looked_at_together():
+    """Equal by accident in one, which proves nothing, and different in the other."""
+    made = job(2, "replicated")
+    for one in made:
+        live(one, "w", "exp_avg").zero_()
+    before = each(run_ranks(comms(2), lambda rank: audit_of(made[rank])))[0]
+    assert before.clean
+    for rank, one in enumerate(made):
+        live(one, "w", "exp_avg")[...] = torch.arange(15).reshape(5, 3) + rank
+    after = each(run_ranks(comms(2), lambda rank: audit_of(made[rank])))[0]
+    for one in made:
+        live(one, "w", "exp_avg").zero_()  # whatever it is now
+    held = {}
+    for name, audit in {"before": before, "both": before & after, "other order": after & before}.items():
+        report = everywhere(made, audit=audit, domains="rank")
+        held[name] = {role.role: role.bytes_held for role in report.roles}["exp_avg"]
+        assert json.loads(report.to_json())["audit"] == audit.plain()
+    assert held == {"before": 2 * 60, "both": 60, "other order": 60}
+    assert before.redundant(UNPROVED) - (before & after).redundant(UNPROVED) == 60
+
+
+def test_an_audit_of_another_layout_or_of_one_rank_alone_is_refused():
+    audits = []
+    for kind in ("flat", "replicated"):
+        made = job(2, kind)
+        audits.append(each(run_ranks(comms(2), lambda rank, made=made: audit_of(made[rank])))[0])
+    made = job(2, "flat")
+    for result in run_ranks(comms(2), lambda rank: analyze(made[rank], audit=audits[1])):
+        assert isinstance(result, ConfigError)
+        assert "expected one of this layout" in str(result)
+    for result in run_ranks(comms(2), lambda rank: analyze(made[rank], audit=audits[rank])):
+        assert isinstance(result, ConfigError)
+        assert "disagree on the options" in str(result)
 
 
 def test_an_engine_that_cannot_be_described_stops_all():
