@@ -20,14 +20,17 @@ if TYPE_CHECKING:
     from ckpt.describe.placement import Description
 
 
-EXACT_RANKS = 64
-"""Ranks up to which a described job is laid out rank by rank, so that a loss is told by box like that of a live one."""
+EXACT_RANKS, EXACT_SIZE = 64, 1 << 16
+"""Ranks, and ranks times tensors, up to which a described job is laid out rank by rank: a matter of seconds."""
 
 
 def exact_graph(description: Description) -> ShardGraph | None:
-    """Return the graph of all ranks, equal to that of the live job; None of more than :data:`EXACT_RANKS`."""
+    """Return the graph of all ranks, equal to that of the live job, so that a loss is told by box like there.
+
+    None of a larger job (:data:`EXACT_RANKS`, :data:`EXACT_SIZE`), of which only the closed form is affordable.
+    """
     world = description.parallel.ranks
-    if world > EXACT_RANKS:
+    if world > EXACT_RANKS or world * len(description.model.tensors) > EXACT_SIZE:
         return None
     return ShardGraph.build([rank_layout(description, rank) for rank in range(world)])
 

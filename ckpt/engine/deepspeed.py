@@ -1,8 +1,10 @@
 """The adapter for ``deepspeed.DeepSpeedEngine``: ZeRO 0–3, fp32, bf16 and fp16, optimizer and parameters on GPU or CPU.
 
-DeepSpeed itself is never imported: its classes are recognized by name. Where state lives is in ``deepspeed_layout``,
-plain values in ``deepspeed_objects``, what is refused in ``deepspeed_refuse``; optimizer state and groups are read as
-those of every other engine (``shared_state``, ``shared_groups``).
+With tensor, pipeline, expert and sequence parallelism (docs/engines.md). DeepSpeed itself is never imported: its
+classes are recognized by name. What things are called is in ``deepspeed_naming``, who shares what in
+``deepspeed_mesh``, where state lives in ``deepspeed_layout``, plain values in ``deepspeed_objects``, what is refused in
+``deepspeed_refuse``; optimizer state and groups are read as those of every other engine (``shared_state``,
+``shared_groups``).
 """
 
 from __future__ import annotations

@@ -10,10 +10,12 @@ import torch
 
 import ckpt
 from ckpt.analysis.domains import Domains
+from ckpt.analysis.holdings import pieces_of
+from ckpt.analysis.refuting import left_of
 from ckpt.analysis.report import analyze as report_of
 from ckpt.engine.deepspeed import DeepSpeedAdapter
 from ckpt.layout.spec import PARAM
-from ckpt.repo.holders import holdings_of_index, hosts_of_index
+from ckpt.repo.holders import graph_of_index, holdings_of_index, hosts_of_index, refutations_of_index
 from ckpt.repo.repository import Repository
 from ckpt.store.open import open_store
 from tests.harness.models import make_engine, train
@@ -133,10 +135,35 @@ def live_and_stored(rank: int, world: int, *, root: str, engine: dict[str, Any])
     ckpt.save(job, root)
     index = Repository(open_store(root)).read_index(1)
     hosts = hosts_of_index(index)
-    stored = report_of(holdings_of_index(index), Domains.by_host(world, hosts), lost="host:node0")
+    pieces = pieces_of(graph_of_index(index))
+    stored = report_of(holdings_of_index(index), Domains.by_host(world, hosts), lost="host:node0", pieces=pieces)
     return {
         "live": report.to_json().decode(),
         "stored": stored.to_json().decode(),
         "hosts": list(hosts),
         "domains": report.domain_count,
     }
+
+
+def refuted(rank: int, world: int, *, root: str, engine: dict[str, Any]) -> dict[str, Any]:
+    """Faults in a live engine: its report as claimed and as audited, that of its checkpoint, and of combined probes."""
+    job = make_engine(**engine)
+    train(job, 1)
+    sound = ckpt.audit(job)
+    train(job, 1, start=1)
+    with torch.no_grad():
+        for fault in FAULTS.values():
+            fault(job, rank)
+    asked: dict[str, Any] = {"domains": "rank", "lose": [0]}
+    reports = {"claimed": ckpt.analyze(job, **asked), "audited": ckpt.analyze(job, audit=True, **asked)}
+    combined = sound & ckpt.audit(job)
+    ckpt.save(job, root)
+    index = Repository(open_store(root)).read_index(2)
+    graph = graph_of_index(index)
+    left = left_of(graph, refutations_of_index(index, graph))
+    domains = Domains.by_rank(world)
+    reports["stored"] = report_of(left.holdings, domains, lost=[0], pieces=left.pieces, redundancy=left.redundancy)
+    with torch.no_grad():  # what several probes have found counts, whatever is there now
+        train(job, 1, start=2)
+    reports["combined"] = ckpt.analyze(job, audit=combined, **asked)
+    return {name: json.loads(report.to_json()) for name, report in reports.items()}

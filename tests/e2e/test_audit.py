@@ -149,3 +149,32 @@ def test_the_checkpoint_gives_the_report_of_the_live_engine(stage, tmp_path: Pat
     assert found["live"] == found["stored"]
     assert found["hosts"] == ["node0", "node0", "node1", "node1"]
     assert found["domains"] == 2
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_what_was_refuted_is_not_redundant_live_or_stored(stage, tmp_path: Path):
+    found = run(3, "refuted", root=str(tmp_path), engine={"stage": stage, "dtype": "bf16"})
+    claimed, audited = found["claimed"], found["audited"]
+    numbers = audited["redundancy"]
+    assert claimed["redundancy"] is None
+    assert numbers["claimed"] == claimed["total"]["bytes_held"] - claimed["total"]["bytes_unique"]
+    assert numbers["claimed"] - numbers["refuted"] == audited["total"]["bytes_held"] - audited["total"]["bytes_unique"]
+    assert numbers["proved"] > 20 * numbers["unproved"] > 0
+    # The param that left its master behind, and two more copies of the statistics, are state that nothing gives back.
+    roles = {name: {one["role"]: one for one in found[name]["roles"]} for name in ("claimed", "audited")}
+    assert roles["audited"]["buffer"]["bytes_unique"] - roles["claimed"]["buffer"]["bytes_unique"] == 2 * 72 * 4
+    assert roles["claimed"]["param"]["bytes_unique"] == 0
+    assert 48 <= roles["audited"]["param"]["bytes_unique"] < roles["audited"]["param"]["bytes_derivable"]
+    assert any(one["kind"] == "trained" and not one["derived"] for one in audited["classes"])
+    # Rank 0 has its statistics alone.
+    gone = {one["fqn"]: one["elements"] for one in audited["loss"]["tensors"] if one["bytes"]}
+    assert gone["running"] == 72
+    assert "running" not in {one["fqn"] for one in claimed["loss"]["tensors"] if one["bytes"]}
+
+    def comparable(report: dict[str, Any]) -> dict[str, Any]:
+        numbers = {key: report["redundancy"][key] for key in ("claimed", "refuted")}
+        return {key: value for key, value in report.items() if key != "audit"} | {"redundancy": numbers}
+
+    assert comparable(found["stored"]) == comparable(audited)
+    assert comparable(found["combined"]) == comparable(audited)
+    assert found["combined"]["audit"]["probes"] == 2

@@ -26,6 +26,7 @@ from ckpt.describe.closed import holdings
 from ckpt.describe.exact import exact_graph
 from ckpt.describe.load import describe
 from ckpt.describe.presets import PRESETS
+from ckpt.layout.spec import PARAM
 from ckpt.repo.holders import holdings_of_index
 from ckpt.repo.repository import Repository
 from ckpt.store.local import LocalStore
@@ -97,9 +98,9 @@ def test_a_checkpoint_gives_the_report_of_the_job_that_wrote_it(tmp_path: Path, 
     layout = {key: cut("flat", array.shape, 4) for key, array in model.tensors.items()}
     save_all(engines(model, layout, 4, filled=True), LocalStore(str(tmp_path / "root")))
     index = Repository(LocalStore(str(tmp_path / "root"))).read_index(1)
-    by_host = analyze(
-        holdings_of_index(index), Domains.by_host(4, ["node-7"] * 4), redundancy=Redundancy(claimed=36, refuted=0)
-    )
+    by_host = analyze(holdings_of_index(index), Domains.by_host(4, ["node-7"] * 4))
+    claimed = by_host.total.bytes_held - by_host.total.bytes_unique
+    by_host = msgspec.structs.replace(by_host, redundancy=Redundancy(claimed=claimed, refuted=0))
     found = document(tmp_path / "root")
     assert json.dumps(found["report"]) == json.dumps(msgspec.to_builtins(by_host))
     assert found["source"]["kind"] == "checkpoint"
@@ -108,6 +109,40 @@ def test_a_checkpoint_gives_the_report_of_the_job_that_wrote_it(tmp_path: Path, 
     assert document(tmp_path / "root", "--step", "1", "--domains", "rank")["report"]["domain_count"] == 4
     assert "4 ranks on 1 host;" in run(tmp_path / "root")
     assert document(tmp_path / "root", "--step", "2", code=10)["error"]["type"] == "NoSuchCheckpoint"
+
+
+def test_what_differed_when_a_checkpoint_was_saved_is_not_redundant(tmp_path: Path) -> None:
+    model = small_model()
+    made = engines(model, {key: cut("replicated", t.shape, 3) for key, t in model.tensors.items()}, 3, filled=True)
+    next(s.tensor for s in made[1].shards if s.spec.key == ("emb", PARAM))[2, 1] = 9.0
+    save_all(made, LocalStore(str(tmp_path / "root")))
+    found = document(tmp_path / "root", "--domains", "rank", "--lose", "rank:0,2")
+    plain = analyze(
+        holdings_of_index(Repository(LocalStore(str(tmp_path / "root"))).read_index(1)), Domains.by_rank(3)
+    ).total
+    emb = 6 * 4 * 2
+    assert found["report"]["redundancy"] == {
+        "claimed": plain.bytes_held - plain.bytes_unique,
+        "refuted": emb,
+        "proved": None,
+        "unproved": None,
+    }
+    (lost,) = [one for one in found["report"]["loss"]["tensors"] if one["bytes"]]
+    assert (lost["fqn"], lost["bytes"], lost["boxes"]) == ("emb", emb, [[[0, 0], [6, 4]]])
+    (note,) = found["source"]["notes"]
+    assert f"{emb} B (not counted here) differed when this was saved" in note
+    assert "which proves nothing, is not recorded" in note
+    assert f"note: {note[:40]}" in run(tmp_path / "root")
+
+
+def test_a_large_described_job_is_not_laid_out_rank_by_rank(shapes: Path) -> None:
+    sizes = {}
+    for dp in (64, 65):
+        loss = document("--model", shapes, "--dp", dp, "--lose", "rank:1", "--domains", "rank")["report"]["loss"]
+        sizes[dp] = sum(len(source["boxes"]) for one in loss["tensors"] for source in one["rebuild_from"])
+    assert sizes[64] > 0
+    assert sizes[65] == 0
+    assert exact_graph(describe(shapes, dp=64)) is not None
 
 
 def test_a_checkpoint_of_an_earlier_release_says_that_it_cannot_tell() -> None:

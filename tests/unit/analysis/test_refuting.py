@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpt.analysis.claims import BUFFERS, DERIVATION, REPLICA, Finding
@@ -179,6 +179,7 @@ boxes = st.tuples(st.integers(0, 3), st.integers(0, 5)).flatmap(
 )
 
 
+@settings(deadline=None)
 @given(st.lists(boxes, max_size=6), st.lists(boxes, max_size=6), st.booleans())
 def test_pieces_tile_the_tensor_whatever_is_refuted(differing, underived, sliced):
     """By counting elements: what is redundant is what was claimed without what was refuted."""
