@@ -109,6 +109,7 @@ class _Save:
 
     store: Store
     layout: RankLayout
+    assumed: set[str]
     pieces: PieceTable
     items: list[Item]
     step: int
@@ -173,6 +174,7 @@ class _Save:
         state = adapter.describe()
         self.step = checked_step(adapter.step() if self.step_asked is None else self.step_asked)
         self.layout = layout_of(self.comm.rank, state)
+        self.assumed = state.assumed
         self.pieces = PieceTable(state.shards)
         self.items = collect(state.objects, self.extra)
         return Hello(
@@ -233,8 +235,10 @@ class _Save:
 
     def _write(self, attempt: Attempt, job: JobPlan, mine: Digests, settled: Settled, hellos: list[Hello]) -> Done:
         def keep_all(i: int) -> bool:
-            # Buffers may differ by right (BatchNorm statistics); a resumed rank gets its own back.
-            return self.policy == "keep-all" or job.plan.chunks[i].spec.role == BUFFER
+            # Buffers may differ by right (BatchNorm statistics); a resumed rank gets its own back. And what nobody has
+            # said to be whole on all tensor-parallel ranks may be slices: keeping one of them would lose the others.
+            spec = job.plan.chunks[i].spec
+            return self.policy == "keep-all" or spec.role == BUFFER or spec.fqn in self.assumed
 
         outputs, entries = outputs_of(job.plan, self.comm.rank, mine, settled, self.pieces, keep_all)
         objects = owned_items(self.items, [h.objects for h in hellos], self.comm.rank)

@@ -61,7 +61,8 @@ class EngineState:
     (counters, scheduler, loss scaler, optimizer groups); a job's ranks have the same, or few variants (one a pipeline
     stage). ``groups``: axis -> the ranks of this rank's process group along it (``tp``, ``dp``, ``pp``, …); they are
     checked to tile the world. ``unused``: rules of the user that fit nothing on this rank; a rule that is unused on
-    every rank is an error.
+    every rank is an error. ``assumed``: FQNs that count as whole on all tensor-parallel ranks for want of a word on
+    them; if their bytes turn out to differ, every rank's copy is kept.
     """
 
     shards: list[LiveShard] = field(default_factory=list)
@@ -70,6 +71,7 @@ class EngineState:
     objects: dict[str, Any] = field(default_factory=dict)
     groups: dict[str, tuple[int, ...]] = field(default_factory=dict)
     unused: set[str] = field(default_factory=set)
+    assumed: set[str] = field(default_factory=set)
 
 
 @dataclass(frozen=True, slots=True)

@@ -145,6 +145,7 @@ class DeepSpeedAdapter:
         stepped = {fqn for partition in partitions for fqn in partition.members}
         refuse_pending_gradients(self._engine, [entry.param for entry in named.values() if entry.fqn in stepped])
         state = EngineState(aliases=naming.aliases, groups=naming.mesh.groups, unused=naming.tiler.unused())
+        state.assumed = naming.tiler.assumed
         state.derived = {fqn for partition in partitions if partition.separate for fqn in partition.members}
         state.shards += _buffer_shards(naming.buffers)
         return state, naming, partitions

@@ -24,6 +24,7 @@ class Tiler:
     problems: list[str] = field(default_factory=list)
     seen: set[str] = field(default_factory=set)
     locals_seen: set[str] = field(default_factory=set)
+    assumed: set[str] = field(default_factory=set)
 
     def tiling(self, fqn: str, local: tuple[int, ...], tensor: Any) -> Tiling:
         """Return which part of the global tensor ``fqn`` a local tensor of this shape is.
@@ -38,6 +39,8 @@ class Tiler:
         if rule is None:
             if self.degree > 1 and self.context.rules.tensors:
                 self.problems.append(f"tensor {fqn!r}: no rule explains it (a whole one needs a rule without dim)")
+            if self.degree > 1:
+                self.assumed.add(fqn)
             return Tiling.whole(local)
         try:
             return tiling_of(rule, local, self.rank, self.degree)

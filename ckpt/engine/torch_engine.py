@@ -125,6 +125,7 @@ class TorchAdapter:
     def _survey(self) -> tuple[Layout, EngineState]:
         layout = layout_of(self._parts, self._context)
         state = EngineState(aliases=layout.aliases, unused=layout.tiler.unused(), groups=dict(self._context.groups))
+        state.assumed = layout.tiler.assumed
         if self._parts.pipeline:
             state.groups.setdefault("pp", self._parts.pipeline)
         if not layout.tiler.problems:  # a wrong tiling has no views

@@ -163,7 +163,6 @@ def refuted(rank: int, world: int, *, root: str, engine: dict[str, Any]) -> dict
     left = left_of(graph, refutations_of_index(index, graph))
     domains = Domains.by_rank(world)
     reports["stored"] = report_of(left.holdings, domains, lost=[0], pieces=left.pieces, redundancy=left.redundancy)
-    with torch.no_grad():  # what several probes have found counts, whatever is there now
-        train(job, 1, start=2)
+    train(job, 1, start=2)  # what several probes have found counts, whatever is there now
     reports["combined"] = ckpt.analyze(job, audit=combined, **asked)
     return {name: json.loads(report.to_json()) for name, report in reports.items()}

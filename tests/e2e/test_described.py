@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from math import prod
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 
@@ -12,13 +12,15 @@ from ckpt.analysis.holdings import Holdings, holdings_of, pieces_of
 from ckpt.analysis.report import analyze
 from ckpt.describe.closed import holdings
 from ckpt.describe.exact import exact_graph
-from ckpt.describe.placement import Description
 from ckpt.layout.box import Box
 from ckpt.layout.graph import ShardGraph
 from ckpt.layout.spec import RankLayout, Shard, TensorSpec
 from tests.harness.descriptions import MEGATRON_GPT, MIXTURE, NET, TINY_GPT, TORCH_GPT, canonical, described
 from tests.harness.megatron_shim import PRELOAD
 from tests.harness.pool import ranks
+
+if TYPE_CHECKING:
+    from ckpt.describe.placement import Description
 
 
 class Live(NamedTuple):
