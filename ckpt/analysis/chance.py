@@ -13,6 +13,7 @@ from math import comb
 from typing import TYPE_CHECKING
 
 from ckpt.analysis.kills import Family, components, minimal_of_all
+from ckpt.analysis.sweep import none_lost
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -25,6 +26,9 @@ NEVER = 1e-30
 
 UNIONS = 2**12
 """Most distinct unions of overlapping kill sets that are added up."""
+
+SWEPT = 2**25
+"""Most coefficients that sweeping over all domains is worth; each part of the job has a share by its domains."""
 
 PRODUCTS = 2**20
 """Most products of long integers that one chance is worth."""
@@ -106,7 +110,7 @@ class NothingLost:
         self._last: tuple[int, float] = (0, 1.0)
         for part in [] if self._doomed else components([(kill,) for kill in kills]):
             own = [kills[i] for i in part]
-            terms = union_terms(own, UNIONS)
+            terms = union_terms(own, UNIONS) or self._swept(own)
             if terms is not None:
                 self._parts[terms] += 1
             self._upper[terms or ((0, 1), (min(map(len, own)), -1))] += 1
@@ -129,6 +133,10 @@ class NothingLost:
         self._last = lost, upper
         lower = 1 - fails
         return (lower if lower >= NEVER else 0.0), (upper if upper >= NEVER else 0.0)
+
+    def _swept(self, kills: list[Kill]) -> Terms | None:
+        coefficients = none_lost(kills, SWEPT * len(frozenset().union(*kills)) // self.domains)
+        return None if coefficients is None else _terms(dict(enumerate(coefficients)))
 
     def _one(self, size: int, lost: int) -> float:
         ways = comb(self.domains, lost)

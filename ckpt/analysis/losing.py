@@ -14,13 +14,14 @@ from ckpt.analysis.combination import Combination, combinations_of, needed_bytes
 from ckpt.analysis.domains import spans
 from ckpt.analysis.holdings import RankSets
 from ckpt.errors import ConfigError
+from ckpt.layout.box import Box
+from ckpt.layout.region import region
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from ckpt.analysis.domains import Domains
     from ckpt.analysis.holdings import Holdings, RoleColumn, TensorPieces, TensorRows
-    from ckpt.layout.box import Box
 
 Corners = tuple[tuple[int, ...], tuple[int, ...]]
 """A box: offsets and sizes."""
@@ -42,7 +43,9 @@ class TensorLoss(msgspec.Struct, frozen=True, kw_only=True):
     """One tensor that the loss touches.
 
     ``elements``, ``bytes``: what cannot be rebuilt at one step (bytes of the roles that would have to be written).
-    ``roles_gone``: role -> elements of it that nobody holds any longer, whether or not that matters.
+    ``roles_gone``: role -> elements of it that nobody holds any longer, whether or not that matters. ``boxes``: the
+    elements that cannot be rebuilt, if the pieces are known, written as :func:`ckpt.layout.region.region` does. Of a
+    buffer whose copies differ each lost copy counts.
     """
 
     fqn: str
@@ -148,10 +151,10 @@ class _Losing:
         columns: tuple[RoleColumn, ...],
         rows: Iterable[tuple[int, list[int], bool, Box | None]],
     ) -> TensorLoss:
-        elements, nbytes, gone, lost_boxes = 0, 0, Counter[str](), list[Corners]()
+        elements, nbytes, gone, lost_boxes = 0, 0, Counter[str](), list[Box]()
         sources: dict[tuple[Combination, tuple[tuple[int, ...], ...]], _Found] = {}
         for volume, row, derived, box in rows:
-            corners = [] if box is None else [(box.offsets, box.sizes)]
+            boxes = [] if box is None else [box]
             left = [self.left(number) for number in row]
             for column, ranks in zip(columns, left, strict=True):
                 if not ranks and column.scalar and column.role not in gone:
@@ -165,22 +168,22 @@ class _Losing:
             if alive is None:
                 elements += volume
                 nbytes += volume * needed_bytes(columns, derived)
-                lost_boxes += corners
+                lost_boxes += boxes
                 continue
             # Without boxes a source could not say which of its elements each of many holders has.
             key = alive, () if box is None else tuple(left[i] for i in alive)
             found = sources.setdefault(key, _Found({columns[i].role: set() for i in alive}))
             found.elements += volume
-            found.boxes += corners
+            found.boxes += boxes
             for i in alive:
-                found.ranks[columns[i].role].update(left[i] if corners else left[i][:1])
+                found.ranks[columns[i].role].update(left[i] if boxes else left[i][:1])
         return TensorLoss(
             fqn=fqn,
             elements=elements,
             bytes=nbytes,
             roles_gone=dict(sorted(gone.items())),
             rebuild_from=tuple(found.source() for _, found in sorted(sources.items(), key=lambda item: item[0])),
-            boxes=tuple(sorted(lost_boxes)),
+            boxes=_corners(lost_boxes),
         )
 
 
@@ -188,8 +191,13 @@ class _Losing:
 class _Found:
     ranks: dict[str, set[int]]
     elements: int = 0
-    boxes: list[Corners] = field(default_factory=list)
+    boxes: list[Box] = field(default_factory=list)
 
     def source(self) -> Source:
         ranks = {role: spans(sorted(holders)) for role, holders in self.ranks.items()}
-        return Source(elements=self.elements, ranks=ranks, boxes=tuple(sorted(self.boxes)))
+        return Source(elements=self.elements, ranks=ranks, boxes=_corners(self.boxes))
+
+
+def _corners(boxes: list[Box]) -> tuple[Corners, ...]:
+    """Return boxes as plain data that does not show how the ranks have cut them."""
+    return tuple((box.offsets, box.sizes) for box in region(boxes))

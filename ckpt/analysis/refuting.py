@@ -19,6 +19,7 @@ from ckpt.analysis.claims import DERIVATION
 from ckpt.analysis.combination import is_derivable
 from ckpt.analysis.holdings import Holdings, TensorPieces, holdings_of, pieces_of
 from ckpt.layout.box import Box, overlaps
+from ckpt.layout.region import without
 from ckpt.layout.spec import BUFFER, MASTER, PARAM
 
 if TYPE_CHECKING:
@@ -146,8 +147,9 @@ def refute(pieces: Iterable[TensorPieces], refuted: Refutations) -> Iterator[Ten
                 rows = [(box, _with(held, c, kept_side(sides)), derived) for box, held, derived in rows]
             elif found:
                 rows = list(_narrowed(rows, c, found, column.role == BUFFER))
+        derivable = any(one.derived) and any(c.role == MASTER and not c.scalar for c in one.columns)
         for where in (refuted.underived.get(one.fqn, ()), refuted.copies.get((one.fqn, MASTER), ())):
-            if where and any(one.derived):
+            if where and derivable:
                 cut = _cut(rows, sorted(where))
                 rows = [(box, held, derived and hit is None) for (box, held, derived), hit in cut]
         boxes, holders, derived = zip(*rows, strict=True) if claimed else ((), (), ())
@@ -176,26 +178,4 @@ def _cut(rows: list[Row], where: list[Box]) -> Iterator[tuple[Row, int | None]]:
         if not hits:
             yield (box, held, derived), None
         elif sum(common.volume for common, _ in hits) < box.volume:
-            yield from (((rest, held, derived), None) for rest in _without(box, [common for common, _ in hits]))
-
-
-def _without(box: Box, holes: list[Box]) -> list[Box]:
-    """Return boxes that tile what is left of a box without disjoint holes in it."""
-    left = [box]
-    for hole in holes:
-        left = [part for one in left for part in _minus(one, hole)]
-    return sorted(left)
-
-
-def _minus(box: Box, hole: Box) -> Iterator[Box]:
-    common = box.intersect(hole)
-    if common is None:
-        yield box
-        return
-    offsets, sizes = list(box.offsets), list(box.sizes)
-    for dim in range(box.ndim):
-        low, high, end = common.offsets[dim], common.ends[dim], offsets[dim] + sizes[dim]
-        for start, stop in ((offsets[dim], low), (high, end)):
-            if start < stop:
-                yield Box((*offsets[:dim], start, *offsets[dim + 1 :]), (*sizes[:dim], stop - start, *sizes[dim + 1 :]))
-        offsets[dim], sizes[dim] = low, high - low
+            yield from (((rest, held, derived), None) for rest in without(box, [common for common, _ in hits]))

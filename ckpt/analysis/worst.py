@@ -2,7 +2,8 @@
 
 Choosing the domains is a knapsack in which a thing is gained only with all of its parts. Over parts of the job that
 share no domain it is solved exactly by dynamic programming. Inside one part: kill sets that are disjoint or nested
-form a tree and are exact too, few domains are tried out, and the rest is bounded from both sides.
+form a tree and are exact too, and so are those that a sweep over the domains can follow, intervals for one; few domains
+are tried out, and the rest is bounded from both sides.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ckpt.analysis.kills import Family, components
+from ckpt.analysis.sweep import most_lost
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -23,6 +25,9 @@ if TYPE_CHECKING:
 
 TRIES = 2**20
 """Most (choice of domains x kill set) that one part of the job is worth."""
+
+SWEPT = 2**30
+"""Most entries of vectors that sweeping over all domains is worth; each part of the job has a share by its domains."""
 
 Gains = tuple["Numbers", "Numbers"]
 """Lower and upper bound of the weight that 0, 1, 2, … lost domains can take, int64 ``[domains + 1, weights]``."""
@@ -42,18 +47,27 @@ def worst_losses(families: Sequence[Family], weight: Numbers, domains: int) -> G
     doomed = [i for i, family in enumerate(families) if not family[0]]
     alive = [i for i, family in enumerate(families) if family[0]]
     parts = components([families[i] for i in alive])
-    bounds = [_part([families[alive[i]] for i in part], weight[[alive[i] for i in part]]) for part in parts]
+    bounds = []
+    for part in parts:
+        own = [alive[i] for i in part]
+        bounds.append(_part([families[i] for i in own], weight[own], domains))
     lower = _padded(_joined((low for low, _ in bounds), weight.shape[1]), domains + 1)
-    upper = _padded(_joined((high for _, high in bounds), weight.shape[1]), domains + 1)
+    if all(high is low for low, high in bounds):
+        upper = lower
+    else:
+        upper = _padded(_joined((high for _, high in bounds), weight.shape[1]), domains + 1)
     base = weight[doomed].sum(axis=0)
     return lower + base, upper + base
 
 
-def _part(families: list[Family], weight: Numbers) -> Gains:
+def _part(families: list[Family], weight: Numbers, domains: int) -> Gains:
     tree = _tree(families, weight)
     if tree is not None:
         return tree, tree
     names = {d: i for i, d in enumerate(sorted({d for family in families for kill in family for d in kill}))}
+    swept = most_lost(families, weight, SWEPT * len(names) // domains)
+    if swept is not None:
+        return swept, swept
     local = [[np.array(sorted(names[d] for d in kill)) for kill in family] for family in families]
     return _tried(local, weight, len(names)) or _bounded(local, weight, len(names))
 

@@ -112,19 +112,19 @@ def _check_sides(spec: TensorSpec, found: dict[Box, Sides], cells: Sequence[Cell
 
 def _underived(index: Index, graph: ShardGraph, where: str) -> dict[str, list[Box]]:
     """Return the boxes of params that some rank could have proved to be cast(master), and that were stored."""
-    masters = {spec.fqn: graph.cells[spec] for spec in graph.specs if spec.role == MASTER}
-    claimed = graph.derived & masters.keys()
+    masters = {(spec.fqn, spec.shape): graph.cells[spec] for spec in graph.specs if spec.role == MASTER}
     stored: dict[TensorSpec, list[Box]] = {}
     for chunk in (chunk for part in index.parts for chunk in part.chunks):
         spec = index.specs[chunk.spec]
-        if spec.role == PARAM and spec.fqn in claimed and chunk.pack != DERIVED and not chunk.ranks:
+        claimed = spec.role == PARAM and spec.fqn in graph.derived and (spec.fqn, spec.shape) in masters
+        if claimed and chunk.pack != DERIVED and not chunk.ranks:
             stored.setdefault(spec, []).append(chunk.box)
     found = {}
     for spec, boxes in stored.items():
         pair = first_overlap(boxes)
         if pair:
             raise MalformedData(f"{where}: {spec}: chunks {pair[0]} and {pair[1]} overlap")
-        both = (_holders(graph.cells[spec], boxes), _holders(masters[spec.fqn], boxes))
+        both = (_holders(graph.cells[spec], boxes), _holders(masters[spec.fqn, spec.shape], boxes))
         found[spec.fqn] = [box for box, *ranks in zip(boxes, *both, strict=True) if set.intersection(*ranks)]
     return found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import msgspec
@@ -9,17 +10,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ckpt.analysis.refuting import left_of
 from ckpt.errors import LayoutError, MalformedData
 from ckpt.format.holders import HolderTable, check_holders, ranks_of, runs_of
+from ckpt.layout.box import Box
 from ckpt.layout.graph import ShardGraph
-from ckpt.layout.spec import BUFFER, PARAM, RankLayout, Shard
-from ckpt.repo.holders import graph_of_index, holder_table, hosts_of_index
+from ckpt.layout.spec import BUFFER, MASTER, PARAM, RankLayout, Shard
+from ckpt.repo.holders import graph_of_index, holder_table, hosts_of_index, refutations_of_index
 from ckpt.repo.repository import Index, Repository
 from ckpt.store.local import LocalStore
 from ckpt.store.memory import MemoryStore
 from tests.compat.golden import STEPS
 from tests.compat.test_golden import HERE
-from tests.property.fake import KINDS, FakeEngine, cut, engines, save_all, small_model
+from tests.property.fake import KINDS, FakeEngine, Model, cut, engines, save_all, small_model, weights
 
 
 def graph_of(made: list[FakeEngine]) -> ShardGraph:
@@ -154,6 +157,83 @@ def test_a_hostile_table_is_refused_before_it_is_expanded(change):
     check_holders(table_with({}), specs, 2, "root")
     with pytest.raises(MalformedData, match=r"^root: holders"):
         check_holders(table_with(change), specs, 2, "root")
+
+
+def forged(index: Index, **change: object) -> Index:
+    """The index of a save in which rank 1 had another ``emb``, with its divergence changed."""
+    (one,) = index.root.divergences
+    wrong = msgspec.structs.replace(one, **change)
+    return replace(index, root=msgspec.structs.replace(index.root, divergences=(wrong,)))
+
+
+WRONG = {
+    "a tensor that is not there": {"fqn": "w2"},
+    "a role that is not there": {"role": "exp_avg"},
+    "out of bounds": {"offsets": (1, 0)},
+    "other dimensions": {"offsets": (0,), "sizes": (24,)},
+    "lengths that differ": {"sizes": (24,)},
+    "negative offsets": {"offsets": (-1, 0)},
+    "no elements": {"sizes": (0, 4)},
+    "a rank that is none": {"copies": {"a": (0, 2), "b": (7,)}},
+    "a rank on both sides": {"copies": {"a": (0, 1, 2), "b": (1,)}},
+    "a holder without a side": {"copies": {"a": (0,), "b": (1,)}},
+    "an empty side": {"copies": {"a": (0, 1, 2), "b": ()}},
+    "no sides": {"copies": {}},
+}
+
+
+@pytest.mark.parametrize("change", WRONG.values(), ids=WRONG)
+def test_a_divergence_that_cannot_be_is_refused(change):
+    model = small_model()
+    made = engines(model, {key: cut("replicated", t.shape, 3) for key, t in model.tensors.items()}, 3, filled=True)
+    next(s.tensor for s in made[1].shards if s.spec.key == ("emb", PARAM))[2, 1] = 9.0
+    index = saved(made)
+    graph = graph_of_index(index)
+    found = refutations_of_index(index, graph)
+    assert found.copies == {("emb", PARAM): {Box((0, 0), (6, 4)): ((0, 2), (1,))}}
+    with pytest.raises(MalformedData, match="divergence of"):
+        refutations_of_index(forged(index, **change), graph)
+
+
+def test_divergences_and_stored_params_that_overlap_are_refused():
+    model = small_model()
+    made = engines(model, {key: cut("replicated", t.shape, 3) for key, t in model.tensors.items()}, 3, filled=True)
+    next(s.tensor for s in made[1].shards if s.spec.key == ("emb", PARAM))[2, 1] = 9.0
+    for one in made:
+        next(s.tensor for s in one.shards if s.spec.key == ("w", PARAM))[0, 0] += 1.0
+    index = saved(made)
+    graph = graph_of_index(index)
+    assert refutations_of_index(index, graph).underived == {"w": [Box((0, 0), (5, 3))]}
+    (one,) = index.root.divergences
+    twice = (one, msgspec.structs.replace(one, sizes=(3, 4)))
+    with pytest.raises(MalformedData, match=r"divergences of .* overlap"):
+        refutations_of_index(replace(index, root=msgspec.structs.replace(index.root, divergences=twice)), graph)
+    with pytest.raises(MalformedData, match=r"chunks .* overlap"):
+        refutations_of_index(replace(index, parts=index.parts * 2), graph)
+
+
+def test_a_param_that_nobody_could_prove_is_stored_and_not_refuted():
+    """Rank 0 has the param, rank 1 its master: a claim that is neither."""
+    model = Model(derived={"w"})
+    model.tensors = {("w", MASTER): weights((5, 3), 1)}
+    model.tensors["w", PARAM] = model.tensors["w", MASTER].bfloat16()
+    whole = Box.whole((5, 3))
+    index = saved(engines(model, {("w", PARAM): [[whole], []], ("w", MASTER): [[], [whole]]}, 2, filled=True))
+    assert refutations_of_index(index, graph_of_index(index)).underived == {"w": []}
+
+
+def test_a_master_of_another_shape_is_nobodys_master():
+    """No save writes this; a file may say it."""
+    model = Model()
+    model.tensors = {("w", MASTER): weights((5, 3), 1), ("w", PARAM): weights((7,), 2)}
+    made = engines(model, {key: cut("replicated", t.shape, 2) for key, t in model.tensors.items()}, 2, filled=True)
+    next(s.tensor for s in made[1].shards if s.spec.role == MASTER)[2, 1] = 9.0
+    index = saved(made)
+    index = replace(index, root=msgspec.structs.replace(index.root, derived=("w",)))
+    graph = graph_of_index(index)
+    refuted = refutations_of_index(index, graph)
+    assert refuted.underived == {}
+    assert left_of(graph, refuted).redundancy.refuted == 60 + 28, "the master's other copy, and a param that has none"
 
 
 def test_a_world_too_large_to_be_listed_is_refused():
