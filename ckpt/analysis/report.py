@@ -18,12 +18,16 @@ from ckpt.analysis.losing import Loss, lose
 from ckpt.analysis.refuting import Redundancy
 from ckpt.analysis.survival import SurvivalRow, rounded, survival_table
 from ckpt.errors import ConfigError
+from ckpt.report import short_size
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from ckpt.analysis.domains import Domains
     from ckpt.analysis.holdings import Holdings, TensorPieces
+
+_SHOWN = 6
+"""classes in the short form"""
 
 VERSION = 1
 """Of the JSON form: a field that changes its meaning or goes away is a new version."""
@@ -82,6 +86,31 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     heat: HeatMap
     loss: Loss | None = None
     redundancy: Redundancy | None = None
+
+    def __str__(self) -> str:
+        """Return the report in a few lines."""
+        total, what, size = self.total, f"{self.domain_kind}(s)", short_size
+        held, unique, derivable = size(total.bytes_held), size(total.bytes_unique), size(total.bytes_derivable)
+        lines = [
+            f"{self.world} rank(s) on {self.domain_count} {what}: {self.tensors} tensors, "
+            f"{self.parameters:,} parameters; {held} held, {unique} unique, {derivable} derivable, {total.redundant_share:.1%} redundant"
+        ]
+        lines += [
+            f"{short_size(one.bytes)} ({one.kind}, like {one.example!r}): {one.verdict}"
+            for one in self.classes[:_SHOWN]
+        ]
+        lines += [f"… and {len(self.classes) - _SHOWN} more classes"] if len(self.classes) > _SHOWN else []
+        lines += [
+            f"{row.lost} {what} lost: at least {row.bytes.worst_share:.1%} of the state is still held, "
+            f"{row.bytes.expected_share:.1%} expected"
+            for row in self.survival[1:4]
+        ]
+        if self.loss is not None:
+            lines.append(
+                f"the loss of {', '.join(self.loss.domains) or f'rank(s) {self.loss.ranks}'}: {self.loss.tensors_gone} "
+                f"tensor(s), {self.loss.elements:,} element(s) ({short_size(self.loss.bytes)}) cannot be rebuilt"
+            )
+        return "\n  ".join(lines)
 
     def to_json(self) -> bytes:
         """Return the report as JSON: keys sorted, the same bytes for the same holdings."""

@@ -237,7 +237,7 @@ families = st.lists(st.lists(kills, min_size=1, max_size=3).map(minimal), min_si
 
 
 @settings(deadline=None)
-@given(families, st.data(), st.sampled_from(["all", "bounds", "few tries"]))
+@given(families, st.data(), st.sampled_from(["all", "sweep", "bounds", "few tries"]))
 def test_bounds_enclose_the_truth_and_exact_numbers_are_the_truth(families, data, effort):
     weight = np.array(
         data.draw(st.lists(st.tuples(*[st.integers(0, 9)] * 2), min_size=len(families), max_size=len(families))),
@@ -246,8 +246,10 @@ def test_bounds_enclose_the_truth_and_exact_numbers_are_the_truth(families, data
     domains = data.draw(st.integers(7, 9))
     with pytest.MonkeyPatch.context() as patch:
         if effort != "all":
-            patch.setattr(worst, "TRIES", 0 if effort == "bounds" else 200)
-            patch.setattr(chance, "UNIONS", 1 if effort == "bounds" else 4)
+            patch.setattr(worst, "TRIES", 200 if effort == "few tries" else 0)
+            patch.setattr(chance, "UNIONS", 4 if effort == "few tries" else 1)
+            patch.setattr(worst, "SWEPT", worst.SWEPT if effort == "sweep" else 0)
+            patch.setattr(chance, "SWEPT", chance.SWEPT if effort == "sweep" else 0)
         lower, upper = worst_losses(families, weight, domains)
         safety = NothingLost(families, domains)
         terms = lost_terms(families, weight)
@@ -269,7 +271,7 @@ def test_bounds_enclose_the_truth_and_exact_numbers_are_the_truth(families, data
             )
             low, high = safety.bounds(lost)
             assert low - 1e-12 <= safe <= high + 1e-12
-            if effort == "all":
+            if effort in {"all", "sweep"}:
                 assert (lower[lost] == greatest).all()
                 assert (upper[lost] == greatest).all()
                 assert low == high == float(safe)
@@ -293,6 +295,7 @@ def test_disjoint_and_nested_kill_sets_are_exact_without_trying_anything(sets, d
     weight = np.array(amounts, np.int64).reshape(-1, 1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(worst, "TRIES", 0)
+        patch.setattr(worst, "SWEPT", 0)
         lower, upper = worst_losses(families, weight, 8)
     for lost in range(9):
         truth = max(
