@@ -93,7 +93,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         held, unique, derivable = size(total.bytes_held), size(total.bytes_unique), size(total.bytes_derivable)
         lines = [
             f"{self.world} rank(s) on {self.domain_count} {what}: {self.tensors} tensors, "
-            f"{self.parameters:,} parameters; {held} held, {unique} unique, {derivable} derivable, {total.redundant_share:.1%} redundant"
+            f"{self.parameters:,} parameters; {held} held, {unique} unique, {derivable} derivable, "
+            f"{total.redundant_share:.1%} redundant"
         ]
         lines += [
             f"{short_size(one.bytes)} ({one.kind}, like {one.example!r}): {one.verdict}"
