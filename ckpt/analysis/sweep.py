@@ -110,10 +110,10 @@ def none_lost(kills: Sequence[Kill], work: int) -> list[int] | None:
         padding = np.zeros(step.size, object)
         for state, chance in states.items():
             lost = np.concatenate([padding, chance])
-            _merge(following, state & ~step.through, np.concatenate([chance, padding]) - lost, np.maximum)
+            _merge(following, state & ~step.through, np.concatenate([chance, padding]) - lost, np.add)
             intact = state | step.first
             if not intact & step.last:
-                _merge(following, intact, lost, np.maximum)
+                _merge(following, intact, lost, np.add)
         states = following
     return [int(c) for c in states[0]]
 

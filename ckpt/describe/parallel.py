@@ -44,7 +44,8 @@ class Parallel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     ``dtype``: of the parameters; None: bfloat16, or float32 where the optimizer steps the parameters themselves (ddp,
     fsdp2, zero_redundancy_optimizer: their mixed precision casts on the way into the layers). ``master``: are there
-    separate fp32 masters? None: as the engine does it. ``optimizer``: a key of :data:`STATE`. ``decay_groups``: two parameter groups, matrices and the rest.
+    separate fp32 masters? None: as the engine does it. ``optimizer``: a key of :data:`STATE`.
+    ``decay_groups``: two parameter groups, matrices and the rest.
     ``vocabulary_multiple``: each tensor rank's rows of a vocabulary are padded to a multiple of it (Megatron's
     ``make-vocab-size-divisible-by``); None: 128 with megatron, 1 with deepspeed, else no padding.
     ``world``: if given, checked.

@@ -166,7 +166,7 @@ def test_the_short_form_says_what_is_held_what_survives_and_what_is_lost() -> No
         "  5.8 kB (trained, like 'blocks.0.w'): parameter everywhere, optimizer slice once: must be written",
         "  8 B (scalar, like 'blocks.0.w'): every copy elsewhere: survives any 3 ranks",
         "  1 rank(s) lost: at least 75.0% of the state is still held, 75.0% expected",
-        "  2 rank(s) lost: at least 50.0% of the state is still held, 50.0% expected",
+        "  2 rank(s) lost: at least 50.1% of the state is still held, 50.1% expected",
         "  3 rank(s) lost: at least 25.1% of the state is still held, 25.1% expected",
         "  the loss of 0: 2 tensor(s), 120 element(s) (1.4 kB) cannot be rebuilt",
     ]
