@@ -28,7 +28,10 @@ one sentence on what to do. :func:`to_wire` / :func:`from_wire` carry an error t
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
 
 
 class CkptError(Exception):
@@ -204,6 +207,19 @@ class RankFailure(CkptError):
         tree = _tree(CkptError)
         causes = [tree.get(text.partition(":")[0]) for text in self.failures.values()]
         return all(cause is not None and issubclass(cause, classes) and not issubclass(cause, but) for cause in causes)
+
+
+def with_all_problems(error: LayoutError, wires: Iterable[Mapping[str, Any]]) -> LayoutError:
+    """Return one error for all ranks where each found problems of its own.
+
+    Args:
+        error: this rank's.
+        wires: every rank's as :func:`to_wire`, in rank order, of the class of ``error``.
+    """
+    problems = tuple(dict.fromkeys(line for wire in wires for line in wire["attributes"]["problems"]))
+    if problems == tuple(error.problems):
+        return error
+    return type(error)(str(error).partition("\n  - ")[0], problems)
 
 
 def _tree(root: type[CkptError]) -> dict[str, type[CkptError]]:

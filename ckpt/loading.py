@@ -14,11 +14,13 @@ import msgspec
 
 from ckpt.engine.find import adapter_for
 from ckpt.errors import CkptError, LayoutError, NoSuchCheckpoint, is_damage
-from ckpt.layout.spec import Shard
+from ckpt.layout.mesh import problems_of_claims
+from ckpt.layout.spec import RankLayout, Shard
 from ckpt.plan.load_plan import Catalog, Difference, LoadPlan, build_load_plan, check_difference
 from ckpt.repo.repository import Index, Repository, checked_step
 from ckpt.report import LoadReport, Stopwatch
 from ckpt.runtime.agree import Hello, exchange_hellos
+from ckpt.runtime.describing import claims_of
 from ckpt.runtime.guard import mark_half_loaded, mark_whole
 from ckpt.runtime.pieces import PieceTable
 from ckpt.runtime.reading import check_packs, place_chunks
@@ -27,7 +29,7 @@ from ckpt.runtime.torch_comm import communicator
 from ckpt.store.open import Root, default_root, open_store
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from ckpt.engine.base import EngineAdapter, EngineState
     from ckpt.runtime.comm import Comm
@@ -64,7 +66,8 @@ def load(
     Raises:
         NoSuchCheckpoint: the root holds none, or not this step.
         MissingState: missing or unexpected state (with ``strict``), or a dtype that differs (without ``cast``).
-        LayoutError: a tensor of another shape, or (with ``strict``) optimizer groups that were cut differently.
+        LayoutError: a tensor of another shape, groups that do not tile the world, rules that fit nothing, or (with
+            ``strict``) optimizer groups that were cut differently.
         IntegrityError, FormatError: damage, named by tensor and file; :class:`RankFailure` if only some ranks met it.
 
     An error before the first byte is placed leaves the engine as it was. After one that comes later the engine refuses
@@ -146,7 +149,8 @@ class _Load:
     def run(self, step: int, skipped: tuple[str, ...]) -> LoadReport:
         comm, ready = self.comm, _Ready()
         with self.watch.phase("plan"):
-            encoded = comm.gather("plan", lambda: self._plan(step, ready))
+            self._check_claims(comm.gather("describe", lambda: self._describe(step, ready)))
+            encoded = comm.gather("plan", lambda: self._plan(ready))
             ranks = [msgspec.msgpack.decode(data, type=Difference) for data in encoded]
             missing, unexpected, casts = check_difference(ready.catalog, ranks, strict=self.strict, cast=self.cast)
         state, plan, saved = ready.state, ready.plan, ready.saved
@@ -179,11 +183,23 @@ class _Load:
             phases=self.watch.phases,
         )
 
-    def _plan(self, step: int, ready: _Ready) -> bytes:
-        """Decide everything, and touch nothing of the engine. Returns what the ranks have to compare."""
+    def _describe(self, step: int, ready: _Ready) -> bytes:
+        """Read what the checkpoint holds and ask what the engine does. Returns what this rank claims of its place."""
         ready.index = index = Repository(self.store).read_index(step)
         ready.catalog = catalog = Catalog(index.specs, index.parts, index.root.derived, index.root.aliases)
         ready.state = state = self.adapter.describe_for_load(catalog.by_fqn())
+        return msgspec.msgpack.encode(claims_of(self.comm.rank, state))
+
+    @staticmethod
+    def _check_claims(encoded: Sequence[bytes]) -> None:
+        """Check groups and rules before the plan, which with a wrong group would read what is another rank's."""
+        problems = problems_of_claims([msgspec.msgpack.decode(one, type=RankLayout) for one in encoded])
+        if problems:
+            raise LayoutError("the ranks' groups and rules do not fit together", tuple(problems))
+
+    def _plan(self, ready: _Ready) -> bytes:
+        """Decide everything, and touch nothing of the engine. Returns what the ranks have to compare."""
+        index, catalog, state = ready.index, ready.catalog, ready.state
         PieceTable(state.shards)  # checks shapes
         same_world = index.root.world == self.comm.world
         ready.plan = plan = build_load_plan(
@@ -202,16 +218,8 @@ class _Load:
     def _with_objects(self, tensors: Difference, saved: Saved) -> Difference:
         """Add to the difference in tensors what the engine would miss of the other objects, or have no place for."""
         found = self.adapter.compare(saved.engine)
-        if self.strict and found.conflicts:
-            raise LayoutError(
-                "checkpoint and engine arrange the same state differently; pass strict=False to keep the engine's",
-                (
-                    *found.conflicts,
-                    *(f"missing: {m}" for m in found.missing),
-                    *(f"unexpected: {u}" for u in found.unexpected),
-                ),
-            )
-        return replace(tensors, missing=tensors.missing + found.missing, unexpected=found.unexpected)
+        missing = tensors.missing + found.missing
+        return replace(tensors, missing=missing, unexpected=found.unexpected, conflicts=found.conflicts)
 
     def _finish(self, saved: Saved, *, refresh: bool) -> tuple[list[str], list[str], dict[str, Any]]:
         """Return the engine's notes (the same on all ranks), this rank's own notes, and what the user gets back."""

@@ -251,12 +251,21 @@ class _Save:
 
     def _judge(self, divergences: list[Divergence]) -> None:
         if divergences and self.policy == "error":
-            raise ReplicaDivergence("; ".join(map(str, divergences[:8])))
+            more = f"; … and {len(divergences) - 8} more" if len(divergences) > 8 else ""
+            raise ReplicaDivergence("; ".join(map(str, divergences[:8])) + more)
         if self.comm.rank == 0:
             for one in divergences[:8]:
                 log.warning("%s", one)
             if len(divergences) > 8:
                 log.warning("… and %d more diverging chunks", len(divergences) - 8)
+            doubtful = sorted({one.fqn for one in divergences} & self.assumed)
+            if doubtful:
+                log.warning(
+                    "%d of these tensors count as whole on every tensor-parallel rank, as no framework says otherwise "
+                    "(%s, …); every rank's copy is kept. If they are slices, give them a rule with dim (docs/rules.md)",
+                    len(doubtful),
+                    doubtful[0],
+                )
 
     def _tell(self, done: list[Done]) -> None:
         nbytes, shown = sum(d.underived for d in done), next((d.underived_shown for d in done if d.underived_shown), [])
@@ -305,7 +314,7 @@ class _Save:
             world=self.comm.world,
             engine=hellos[0].engine,
             created=_now(),
-            software=_software(),
+            software=_software(hellos[0].engine),
             totals=totals,
             index=index,
         )
@@ -346,9 +355,9 @@ def _now() -> str:
     return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 
-def _software() -> dict[str, str]:
+def _software(engine: str) -> dict[str, str]:
     found = {}
-    for name in ("ckpt", "torch", "deepspeed"):
+    for name in ("ckpt", "torch", *(n for n in ("deepspeed", "megatron-core") if n.startswith(engine))):
         with suppress(PackageNotFoundError):
             found[name] = version(name)
     return found

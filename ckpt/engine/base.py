@@ -12,7 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from ckpt.errors import UnsupportedLayout
+from ckpt.errors import ConfigError, UnsupportedLayout
 from ckpt.layout.box import Box
 from ckpt.layout.rules import Rules
 from ckpt.layout.spec import TensorSpec
@@ -31,8 +31,17 @@ class Context:
     rename: Callable[[str], str] | None = None
 
     def name(self, local: str) -> str:
-        """Return the global name of what this rank calls ``local``."""
-        return self.rules.rename(local) if self.rename is None else self.rename(local)
+        """Return the global name of what this rank calls ``local``.
+
+        Raises:
+            ConfigError: the user's function returned no name.
+        """
+        if self.rename is None:
+            return self.rules.rename(local)
+        name: Any = self.rename(local)
+        if not (name and isinstance(name, str)):
+            raise ConfigError(f"names({local!r}) returned {name!r}, expected the global name of that tensor")
+        return name
 
 
 SavedSpecs = Mapping[str, Mapping[str, "TensorSpec"]]
@@ -61,8 +70,8 @@ class EngineState:
     (counters, scheduler, loss scaler, optimizer groups); a job's ranks have the same, or few variants (one a pipeline
     stage). ``groups``: axis -> the ranks of this rank's process group along it (``tp``, ``dp``, ``pp``, …); they are
     checked to tile the world. ``unused``: rules of the user that fit nothing on this rank; a rule that is unused on
-    every rank is an error. ``assumed``: FQNs that count as whole on all tensor-parallel ranks for want of a word on
-    them; if their bytes turn out to differ, every rank's copy is kept.
+    every rank is an error. ``assumed``: FQNs that count as whole on all tensor-parallel ranks because
+    nobody, or only the user, says so; if their bytes turn out to differ, every rank's copy is kept.
     """
 
     shards: list[LiveShard] = field(default_factory=list)

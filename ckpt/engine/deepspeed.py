@@ -15,12 +15,12 @@ from ckpt.engine.base import Context, EngineState, LiveShard, dtype_name
 from ckpt.engine.deepspeed_layout import (
     after_writing,
     before_writing,
+    clear_parameter_padding,
     inner_optimizer,
     parameter_views,
     partitions_of,
     rebuild_low_precision,
     relink_state,
-    zero_padding,
 )
 from ckpt.engine.deepspeed_naming import Naming
 from ckpt.engine.deepspeed_objects import capture_objects, compare_objects, restore_objects
@@ -113,8 +113,8 @@ class DeepSpeedAdapter:
         before_writing(self._engine.optimizer)
         if self._loading is not None:
             self._loading.attach()
-        named = Naming.of(self._engine, self._context).named
-        zero_padding(self._engine.optimizer, partitions_of(self._engine.optimizer, named), named.values())
+        naming = Naming.of(self._engine, self._context)
+        clear_parameter_padding((*naming.named.values(), *naming.buffers))
         rebuild_low_precision(self._engine.optimizer)
 
     def finish(self, objects: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ckpt.engine.shared_check import class_names
-from ckpt.engine.shared_partition import Partition, Piece, flat_padding, flat_views, padding_views, tile_views
+from ckpt.engine.shared_partition import Partition, Piece, clear_padding, flat_padding, flat_views, tile_views
 from ckpt.errors import UnsupportedLayout
 
 if TYPE_CHECKING:
@@ -40,14 +40,16 @@ def parameter_views(named: Named) -> Iterator[tuple[Box, torch.Tensor]]:
     yield from flat_views(p.ds_tensor.view(-1), 0, named.tiling, start, numel)
 
 
-def _parameter_padding(named: Named) -> Iterator[torch.Tensor]:
-    """Yield the memory of a model parameter that is nobody's state: rows by which a vocabulary was padded."""
-    p = named.param
-    if not hasattr(p, "ds_tensor"):
-        yield from padding_views(p, named.tiling)
-    elif named.tiling.padding:
-        start, numel = _zero3_slice(p)
-        yield from flat_padding(p.ds_tensor.view(-1), 0, named.tiling, start, numel)
+def clear_parameter_padding(named: Iterable[Named]) -> None:
+    """Set to zero what is nobody's state in the model's own tensors: rows by which a vocabulary was padded."""
+    for entry in named:
+        p = entry.param
+        if not hasattr(p, "ds_tensor"):
+            clear_padding([entry])
+        elif entry.tiling.padding:
+            start, numel = _zero3_slice(p)
+            for hole in flat_padding(p.ds_tensor.view(-1), 0, entry.tiling, start, numel):
+                hole.zero_()
 
 
 def partitions_of(optimizer: Any, named: dict[int, Named]) -> list[Partition]:
@@ -197,22 +199,6 @@ def before_writing(optimizer: Any) -> None:
         optimizer.checkpoint_event_prologue()
     elif "DeepSpeedZeRoOffload" in class_names(optimizer):
         optimizer.partition_all_parameters()
-
-
-@torch.no_grad()
-def zero_padding(optimizer: Any, partitions: Iterable[Partition], named: Iterable[Named]) -> None:
-    """Clear what no checkpoint fills, so that a loaded engine does not depend on what it was before."""
-    state = getattr(inner_optimizer(optimizer), "state", {})
-    for partition in partitions:
-        tensors = [partition.key, *(v for v in (state.get(partition.key) or {}).values() if _like(v, partition.key))]
-        for hole in (hole for t in tensors for piece in partition.pieces for hole in partition.padding(t, piece)):
-            hole.zero_()
-    for hole in (hole for entry in named for hole in _parameter_padding(entry)):
-        hole.zero_()
-
-
-def _like(value: Any, key: torch.Tensor) -> bool:
-    return isinstance(value, torch.Tensor) and value.shape == key.shape
 
 
 @torch.no_grad()

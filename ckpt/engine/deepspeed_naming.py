@@ -12,11 +12,14 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
+
 from ckpt.engine.deepspeed_mesh import Mesh, mesh_of, number_in
 from ckpt.engine.shared_check import class_names
 from ckpt.engine.shared_partition import Named, clean_name
 from ckpt.engine.shared_tiling import Tiler
 from ckpt.errors import LayoutError
+from ckpt.layout.mesh import problems_of_rank
 from ckpt.layout.tiling import Runs, Tiling, length, take
 
 if TYPE_CHECKING:
@@ -65,7 +68,18 @@ class Naming:
     @property
     def problems(self) -> list[str]:
         """What keeps this engine from being saved or loaded, one line each."""
-        return [*self.mesh.problems, *self._problems, *self.tiler.problems]
+        found = [*self.mesh.problems, *self._problems, *self.tiler.problems]
+        return found + self._hidden_problems() if found else []
+
+    def _hidden_problems(self) -> list[str]:
+        """Return what only the layouts of all ranks would show, of which a rank that refuses declares none.
+
+        Where the ranks hold different modules, a rule that is idle here may fit elsewhere.
+        """
+        apart = self.mesh.experts or len(self.mesh.groups.get("pp", ())) > 1
+        idle = () if apart else sorted(self.tiler.unused())
+        found = problems_of_rank(dist.get_rank(), self.mesh.groups, dist.get_world_size())
+        return found + [f"rule {rule!r} fits nothing on any rank" for rule in idle]
 
     def module_name(self, local: str) -> str:
         """Return the global name of a module with state of its own."""

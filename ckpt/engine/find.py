@@ -9,12 +9,14 @@ from ckpt.engine.torch_engine import TorchAdapter
 from ckpt.engine.torch_parts import is_torch
 from ckpt.errors import ConfigError
 
+_METHODS = ("kind", "step", "describe", "describe_for_load", "compare", "refresh", "finish", "module")
+
 
 def adapter_for(engine: object) -> EngineAdapter:
     """Return the adapter of ``engine``; an object that is an adapter itself (a user's own) is returned as it is.
 
     Raises:
-        ConfigError: no adapter knows this type.
+        ConfigError: no adapter knows this type, or an adapter of the user's own lacks a method.
     """
     context = Context()
     if isinstance(engine, Parallel):
@@ -30,6 +32,9 @@ def adapter_for(engine: object) -> EngineAdapter:
         return MegatronAdapter(engine, context)
     if is_torch(engine):
         return TorchAdapter(engine, context)
+    lacking = [name for name in _METHODS if not hasattr(engine, name)]
+    if len(lacking) < len(_METHODS) / 2:  # meant as an adapter
+        raise ConfigError(f"an adapter of type {type(engine).__name__} lacks {', '.join(lacking)}")
     raise ConfigError(
         f"no adapter for an engine of type {type(engine).__module__}.{type(engine).__qualname__}: expected a "
         f"deepspeed.DeepSpeedEngine, a tuple like (model, optimizer), or an object with the methods of "

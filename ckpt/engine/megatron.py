@@ -21,7 +21,7 @@ from ckpt.engine.megatron_optimizer import (
     refuse_unsupported,
 )
 from ckpt.engine.shared_check import check_tensor, class_names
-from ckpt.engine.shared_partition import tile_views
+from ckpt.engine.shared_partition import clear_padding, tile_views
 from ckpt.engine.shared_state import StateLoad, state_shards
 from ckpt.errors import ConfigError
 from ckpt.layout.spec import BUFFER, MASTER, PARAM, TensorSpec
@@ -105,12 +105,14 @@ class MegatronAdapter:
         return compare_objects(self._optimizer, self._scheduler, found, partitions, objects)
 
     def refresh(self) -> None:
-        """Hand over new optimizer state and rebuild the parameters from the masters.
+        """Hand over new optimizer state, clear padding, and rebuild the parameters from the masters.
 
         A collective under the distributed optimizer, where each rank has masters of its range only.
         """
         if self._loading is not None:
             self._loading.attach()
+        found = survey(self._chunks, self._context)
+        clear_padding((*found.named.values(), *found.buffers))
         rebuild_parameters(self._optimizer)
 
     def finish(self, objects: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -44,6 +44,8 @@ class Parallel:
         read = read_rules(rules) if isinstance(rules, str | Path) else Rules.of(rules or {})
         if names is not None and read.names:
             raise ConfigError("names were given both as a function and in the rules: expected one of them")
+        if names is not None and not callable(names):
+            raise ConfigError(f"names is a {type(names).__name__}: expected a function from a name to a name")
         self.engine = engine
         self.context = Context(read, {axis: _ranks(axis, group) for axis, group in (groups or {}).items()}, names)
 
@@ -81,5 +83,7 @@ def _ranks(axis: str, group: Any) -> tuple[int, ...]:
     if isinstance(group, dist.ProcessGroup):
         return group_ranks(group)
     if isinstance(group, Sequence) and group and all(type(r) is int for r in group):
+        if len(set(group)) < len(group):
+            raise ConfigError(f"groups[{axis!r}] names a rank twice: {list(group)}")
         return tuple(group)
     raise ConfigError(f"groups[{axis!r}] is a {type(group).__name__}: expected a process group or a list of ranks")

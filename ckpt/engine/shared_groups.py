@@ -108,7 +108,7 @@ def match_groups(
         apart = any(settings[source] != settings[found[0]] for source in found[1:])
         sources.append(found[0] if found and not apart else None)
         former = set[str]().union(*(before[source] for source in found))
-        exact.append(bool(found) and (members <= former if part else members == former))
+        exact.append(bool(found or not members) and (members <= former if part else members == former))
         if apart:
             conflicts.append(_difference(index, members, found, before, settings))
     here = set[str]().union(*present)
@@ -148,7 +148,8 @@ def restore_groups(inner: Any, match: Match, saved: Sequence[Mapping[str, Any] |
         where = f"optimizer group {index}"
         one = saved[source[0]] if source else None
         if source is None or one is None:
-            notes.append(f"{where}: the checkpoint has no such group: its hyperparameters are as configured here")
+            if not match.exact[index]:  # a stage of a pipeline may have nothing of a group
+                notes.append(f"{where}: the checkpoint has no such group: its hyperparameters are as configured here")
             continue
         before = one["groups"][source[1]]
         was = before.get("class", one["class"])  # of its own where a rank has several optimizers

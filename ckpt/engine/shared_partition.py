@@ -15,7 +15,7 @@ from ckpt.engine.shared_check import local_tensor
 from ckpt.layout.tiling import Tiling
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from ckpt.layout.box import Box
     from ckpt.layout.tiling import FlatPart
@@ -131,6 +131,16 @@ def padding_views(tensor: torch.Tensor, tiling: Tiling) -> Iterator[torch.Tensor
     memory = local_tensor(tensor)
     for hole in tiling.padding:
         yield memory[_slices(hole)]
+
+
+def clear_padding(entries: Iterable[Named]) -> None:
+    """Set the padding of plain tensors to zero: rows of a padded vocabulary are nobody's state, so no load fills them.
+
+    :meth:`ckpt.engine.shared_state.StateLoad.attach` does the same for what the optimizer keeps.
+    """
+    for entry in entries:
+        for hole in padding_views(entry.param, entry.tiling):
+            hole.zero_()
 
 
 def _part_of(flat: torch.Tensor, part: FlatPart) -> torch.Tensor:

@@ -38,10 +38,16 @@ _DEEPSPEED_KEYS = {
 """DeepSpeed's own optimizers: their moments; beside them a ``step`` that is a Python int. They are not asked by a trial
 step because their C++ side counts steps too, and its running ``beta ** step`` would change in the last bits."""
 
-ELEMENTWISE = "elementwise"
+
+@dataclass(frozen=True, slots=True)
+class Elementwise:
+    """State that lies like its partition. ``dtype``: what the optimizer keeps it in, None if that is not known."""
+
+    dtype: torch.dtype | None = None
+
 
 Kinds = dict[str, Any]
-"""State key -> :data:`ELEMENTWISE`, or an example of the scalar (0-d tensor, int, float, bool)."""
+"""State key -> :class:`Elementwise`, or an example of the scalar (0-d tensor, int, float, bool)."""
 
 
 def kinds_of(state: dict[Any, Any], partition: Partition) -> Kinds:
@@ -60,7 +66,7 @@ def kinds_of(state: dict[Any, Any], partition: Partition) -> Kinds:
         if isinstance(value, torch.Tensor):
             check_tensor(partition.members[0], key, value)
             if lies_like(value, partition.key):
-                kinds[key] = ELEMENTWISE
+                kinds[key] = Elementwise(value.dtype)
                 continue
             if value.numel() == 1:
                 kinds[key] = value
@@ -94,7 +100,7 @@ def kinds_of_fresh(inner: Any, partition: Partition) -> Kinds | None:
     """
     for name, moments in _DEEPSPEED_KEYS.items():
         if name in class_names(inner):
-            return {**dict.fromkeys(moments, ELEMENTWISE), "step": 0}
+            return {**dict.fromkeys(moments, Elementwise()), "step": 0}
     probe = torch.zeros(2, dtype=partition.key.dtype, device=partition.key.device, requires_grad=True)
     probe.grad = torch.zeros_like(probe)
     trial = object.__new__(type(inner))
@@ -128,7 +134,8 @@ def state_shards(inner: Any, partition: Partition) -> Iterator[LiveShard]:
     """Yield this partition's optimizer state as it is."""
     state = inner.state.get(partition.key) or {}
     for role, kind in kinds_of(state, partition).items():
-        value = _scalar_tensor(_effective(inner, partition, role, state[role])) if kind is not ELEMENTWISE else None
+        scalar = not isinstance(kind, Elementwise)
+        value = _scalar_tensor(_effective(inner, partition, role, state[role])) if scalar else None
         for piece in partition.pieces:
             if value is not None:
                 yield LiveShard(TensorSpec(piece.fqn, role, dtype_name(value.dtype), ()), Box((), ()), value)
@@ -164,7 +171,7 @@ class StateLoad:
     saved: SavedSpecs
     _scalars: list[tuple[Partition, str, Any, dict[str, torch.Tensor]]] = field(default_factory=list)
     _unstated: list[tuple[Partition, list[str]]] = field(default_factory=list)
-    _fresh: dict[int, Kinds | None] = field(default_factory=dict)
+    _fresh: dict[tuple[int, torch.dtype], Kinds | None] = field(default_factory=dict)
     _new: list[tuple[Partition, str, torch.Tensor]] = field(default_factory=list)
 
     def prepare(self, partition: Partition) -> Iterator[LiveShard]:
@@ -177,10 +184,11 @@ class StateLoad:
         kinds = self._kinds(state, partition, stated)
         for role, kind in kinds.items():
             specs = {f: self.saved[f][role] for f in sorted(stated) if role in self.saved.get(f, {})}
-            if kind is ELEMENTWISE:
+            if isinstance(kind, Elementwise):
                 tensor = state.get(role)
                 if not isinstance(tensor, torch.Tensor):
-                    dtype = torch_dtype(next(iter(specs.values())).dtype) if specs else partition.key.dtype
+                    stored = torch_dtype(next(iter(specs.values())).dtype) if specs else partition.key.dtype
+                    dtype = kind.dtype or stored
                     tensor = torch.zeros_like(partition.key, dtype=dtype, requires_grad=False)
                     self._new.append((partition, role, tensor))
                 yield from self._elementwise(partition, role, tensor, stated)
@@ -190,9 +198,10 @@ class StateLoad:
     def _kinds(self, state: dict[str, Any], partition: Partition, stated: set[str]) -> Kinds:
         if state:
             return kinds_of(state, partition)
-        if partition.group not in self._fresh:
-            self._fresh[partition.group] = kinds_of_fresh(self.inner, partition)
-        kinds = self._fresh[partition.group]
+        alike = (partition.group, partition.key.dtype)
+        if alike not in self._fresh:
+            self._fresh[alike] = kinds_of_fresh(self.inner, partition)
+        kinds = self._fresh[alike]
         if kinds is not None:
             return kinds
         kinds = {}
@@ -201,7 +210,7 @@ class StateLoad:
                 if role not in NOT_OPTIMIZER_STATE:
                     shape = next(p.shape for p in partition.pieces if p.fqn == fqn)
                     scalar = spec.shape == () and (shape != () or role == "step")
-                    kinds[role] = torch.zeros((), dtype=torch_dtype(spec.dtype)) if scalar else ELEMENTWISE
+                    kinds[role] = _example(spec.dtype) if scalar else Elementwise()
         return kinds
 
     def _elementwise(
@@ -227,10 +236,19 @@ class StateLoad:
         self._scalars.append((partition, role, example, temporary))
 
     def attach(self) -> None:
-        """Make what :meth:`prepare` allocated the engine's own: from here on the load cannot be refused any more."""
+        """Make what :meth:`prepare` allocated the engine's own: from here on the load cannot be refused any more.
+
+        Clears the padding of masters and moments, so that a loaded engine does not depend on what it was before.
+        """
         for partition, role, tensor in self._new:
             self.inner.state[partition.key][role] = tensor
         self._new.clear()
+        for partition, _ in self._unstated:
+            state = (self.inner.state.get(partition.key) or {}).values()
+            like = (v for v in state if isinstance(v, torch.Tensor) and lies_like(v, partition.key))
+            for tensor in (partition.key, *like):
+                for hole in (hole for piece in partition.pieces for hole in partition.padding(tensor, piece)):
+                    hole.zero_()
 
     def finish(self) -> list[str]:
         """Put scalars back, clear what the checkpoint has no state for, and return notes.
@@ -249,18 +267,23 @@ class StateLoad:
                 state[role] = _as_live(state.get(role), example, next(iter(values.values())))
         if problems:
             raise LayoutError("parameters that share a partition of this engine were saved apart", tuple(problems))
-        missing = [fqn for partition, names in self._unstated for fqn in self._clear(partition, names)]
-        if not missing or not any(specs.keys() - NOT_OPTIMIZER_STATE for specs in self.saved.values()):
+        cleared = {fqn for partition, names in self._unstated for fqn in self._clear(partition, names)}
+        if not cleared or not any(specs.keys() - NOT_OPTIMIZER_STATE for specs in self.saved.values()):
             return []  # a checkpoint from before the first step: nothing is missing, nothing was there
-        return [f"no optimizer state was saved for {', '.join(sorted(set(missing)))}: it starts from zero"]
+        return [f"no optimizer state was saved for {', '.join(sorted(cleared))}: it starts from zero"]
 
     def _clear(self, partition: Partition, names: list[str]) -> list[str]:
+        """Remove state that the saved job did not have; return whose could only be set to zero.
+
+        An optimizer has none for a parameter that never had a gradient. Where it shares a flat partition with others
+        it gets their state and their count of steps.
+        """
         state = self.inner.state.get(partition.key)
         if not names or state is None:
-            return names
+            return []
         if len(names) == len(partition.pieces):
             del self.inner.state[partition.key]
-            return names
+            return []
         for value in state.values():
             if isinstance(value, torch.Tensor) and value.shape == partition.key.shape:
                 for piece in partition.pieces:
@@ -268,6 +291,12 @@ class StateLoad:
                         for _, view in partition.views(value, piece):
                             view.zero_()
         return names
+
+
+def _example(dtype: str) -> Any:
+    """Return an example of a scalar that was saved in ``dtype``: the dtypes of Python's numbers stand for these."""
+    tensor = torch.zeros((), dtype=torch_dtype(dtype))
+    return tensor.item() if tensor.dtype in _SCALAR_DTYPES.values() else tensor
 
 
 def _representation(value: Any) -> Any:

@@ -35,7 +35,10 @@ class Tiler:
         with a typing error would turn a slice into a whole tensor.
         """
         self.seen.add(fqn)
-        rule = self.context.rules.rule_for(fqn) or self._by_attributes(fqn, tensor)
+        said = self.context.rules.rule_for(fqn)
+        if said is not None and said.dim is None and self.degree > 1:
+            self.assumed.add(fqn)  # a word too few in a rule makes a slice a whole tensor
+        rule = said or self._by_attributes(fqn, tensor)
         if rule is None:
             if self.degree > 1 and self.context.rules.tensors:
                 self.problems.append(f"tensor {fqn!r}: no rule explains it (a whole one needs a rule without dim)")
@@ -55,10 +58,10 @@ class Tiler:
         if not marked:
             return TensorRule(match=fqn)
         dim, stride = getattr(tensor, "partition_dim", -1), getattr(tensor, "partition_stride", 1)
-        if dim is None or dim < 0:
+        if type(dim) is not int or dim < 0 or type(stride) is not int or stride < 1:
             self.problems.append(
                 f"tensor {fqn!r}: it is marked as tensor parallel, but neither partition_dim nor a rule says along "
-                f"which dimension it is cut"
+                f"which dimension it is cut (partition_dim {dim!r}, partition_stride {stride!r})"
             )
             return None
         return TensorRule(match=fqn, dim=dim, stride=stride)

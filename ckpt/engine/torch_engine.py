@@ -12,8 +12,8 @@ import torch
 
 from ckpt.engine.base import Context, EngineState, LiveShard, dtype_name
 from ckpt.engine.shared_check import local_tensor
-from ckpt.engine.shared_partition import padding_views, tile_views
-from ckpt.engine.shared_state import StateLoad, state_shards
+from ckpt.engine.shared_partition import clear_padding, tile_views
+from ckpt.engine.shared_state import NOT_OPTIMIZER_STATE, StateLoad, state_shards
 from ckpt.engine.torch_layout import inner_optimizer, layout_of
 from ckpt.engine.torch_names import fsdp_modules
 from ckpt.engine.torch_objects import capture_objects, compare_objects, restore_objects
@@ -22,7 +22,7 @@ from ckpt.errors import ConfigError, UnsupportedLayout
 from ckpt.layout.spec import BUFFER, PARAM, TensorSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterator, Mapping, Sequence
 
     from ckpt.engine.base import Mismatch, SavedSpecs
     from ckpt.engine.shared_partition import Named
@@ -87,7 +87,7 @@ class TorchAdapter:
         Raises:
             UnsupportedLayout: as :meth:`describe`.
         """
-        layout, state = self._survey()
+        layout, state = self._survey({fqn for fqn, specs in saved.items() if specs.keys() - NOT_OPTIMIZER_STATE})
         layout.tiler.check("this engine")
         loads = [StateLoad(inner_optimizer(one), saved) for one in self._parts.optimizers]
         for load, partitions in zip(loads, layout.partitions, strict=True):
@@ -98,14 +98,15 @@ class TorchAdapter:
 
     def compare(self, objects: Sequence[Mapping[str, Any]]) -> Mismatch:
         """Return what is stepped on one side only or in other groups, and modules whose extra state is."""
-        return compare_objects(self._parts, layout_of(self._parts, self._context), objects)
+        layout = self._loading[0] if self._loading else layout_of(self._parts, self._context)
+        return compare_objects(self._parts, layout, objects)
 
     def refresh(self) -> None:
         """Hand over new optimizer state, clear padding, and drop gathered copies of FSDP2 parameters."""
         layout, loads = self._being_loaded()
         for load in loads:
             load.attach()
-        _clear_padding(layout, [load.inner for load in loads])
+        clear_padding((*layout.named.values(), *layout.buffers))
         for part in self._parts.models:
             for module in fsdp_modules(part.module):
                 module.reshard()
@@ -122,8 +123,8 @@ class TorchAdapter:
             raise ConfigError("refresh() or finish() without describe_for_load(): nothing is being loaded")
         return self._loading
 
-    def _survey(self) -> tuple[Layout, EngineState]:
-        layout = layout_of(self._parts, self._context)
+    def _survey(self, stated: Collection[str] = ()) -> tuple[Layout, EngineState]:
+        layout = layout_of(self._parts, self._context, stated)
         state = EngineState(aliases=layout.aliases, unused=layout.tiler.unused(), groups=dict(self._context.groups))
         state.assumed = layout.tiler.assumed
         if self._parts.pipeline:
@@ -144,17 +145,3 @@ def _shards(entry: Named, role: str) -> Iterator[LiveShard]:
 
 def _is_count(value: object) -> bool:
     return type(value) in (int, float) or (isinstance(value, torch.Tensor) and local_tensor(value).numel() == 1)
-
-
-def _clear_padding(layout: Layout, optimizers: Sequence[Any]) -> None:
-    """Set to zero what is nobody's state: rows of a padded vocabulary, in parameters, buffers and moments."""
-    for entry in (*layout.named.values(), *layout.buffers):
-        for hole in padding_views(entry.param, entry.tiling):
-            hole.zero_()
-    for inner, partitions in zip(optimizers, layout.partitions, strict=True):
-        for partition in partitions:
-            values = [v for v in (inner.state.get(partition.key) or {}).values() if isinstance(v, torch.Tensor)]
-            for value in (v for v in values if v.shape == partition.key.shape):
-                for piece in partition.pieces:
-                    for hole in partition.padding(value, piece):
-                        hole.zero_()

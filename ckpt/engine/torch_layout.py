@@ -24,6 +24,8 @@ from ckpt.layout.spec import BUFFER, PARAM
 from ckpt.layout.tiling import Tiling
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from ckpt.engine.base import Context
     from ckpt.engine.torch_parts import ModelPart, Parts
 
@@ -49,8 +51,11 @@ class Layout:
     names_by_id: dict[int, str] = field(default_factory=dict)
 
 
-def layout_of(parts: Parts, context: Context) -> Layout:
-    """Return the layout of an engine; what cannot be expressed is in ``tiler.problems``."""
+def layout_of(parts: Parts, context: Context, stated: Collection[str] = ()) -> Layout:
+    """Return the layout of an engine; what cannot be expressed is in ``tiler.problems``.
+
+    ``stated``: parameters that a checkpoint has optimizer state of, which a frozen one may have kept as well.
+    """
     group = context.groups.get("tp", ())
     me = dist.get_rank() if dist.is_initialized() else 0
     layout = Layout(Tiler(context, group.index(me) if me in group else 0, max(1, len(group))))
@@ -61,7 +66,14 @@ def layout_of(parts: Parts, context: Context) -> Layout:
             f"there is a tensor-parallel group of {layout.tiler.degree} ranks, but no rule, DTensor or attribute of "
             f"Megatron's kind says how any tensor is cut for it"
         )
-    layout.partitions = [_partitions(layout, optimizer) for optimizer in parts.optimizers]
+    if not group and dist.is_initialized() and dist.get_world_size() > 1:
+        layout.tiler.problems += [
+            f"tensor {entry.fqn!r}: it is marked as tensor parallel, but nobody says with whom: expected "
+            f'groups={{"tp": …}} with the ranks of its group (with this rank alone if it is whole)'
+            for entry in layout.named.values()
+            if _marked(entry.param) and not is_dtensor(entry.param) and context.rules.rule_for(entry.fqn) is None
+        ]
+    layout.partitions = [_partitions(layout, optimizer, stated) for optimizer in parts.optimizers]
     return layout
 
 
@@ -143,11 +155,14 @@ def _explained(layout: Layout) -> bool:
     held = [entry.param for entry in (*layout.named.values(), *layout.buffers)]
     group = set(layout.tiler.context.groups.get("tp", ()))
     by_dtensor = any(is_dtensor(p) and group <= mesh_ranks(p) for p in held)
-    by_attribute = any(getattr(p, name, False) for p in held for name in ("tensor_model_parallel", "model_parallel"))
-    return bool(layout.tiler.context.rules.tensors) or by_dtensor or by_attribute or not held
+    return bool(layout.tiler.context.rules.tensors) or by_dtensor or any(map(_marked, held)) or not held
 
 
-def _partitions(layout: Layout, optimizer: Any) -> list[Partition]:
+def _marked(tensor: Any) -> bool:
+    return any(getattr(tensor, name, False) for name in ("tensor_model_parallel", "model_parallel"))
+
+
+def _partitions(layout: Layout, optimizer: Any, stated: Collection[str]) -> list[Partition]:
     problems = layout.tiler.problems
     if getattr(optimizer, "_overlap_with_ddp", False):
         problems.append("ZeroRedundancyOptimizer(overlap_with_ddp=True): its steps end in the next backward pass")
@@ -163,7 +178,7 @@ def _partitions(layout: Layout, optimizer: Any) -> list[Partition]:
                     f"optimizer group {g} steps a parameter of shape {list(p.shape)} that the module lacks: was the "
                     f"optimizer made before the module was wrapped, or for another one?"
                 )
-            elif p.requires_grad or inner.state.get(p):
+            elif p.requires_grad or inner.state.get(p) or entry.fqn in stated:
                 holds = id(p) in own and (not is_dtensor(p) or p.device_mesh.get_coordinate() is not None)
                 pieces = [Piece(entry.fqn, entry.tiling, 0, entry.numel, 0)] if holds else []
                 found.append(Partition(p, g, False, [entry.fqn], pieces, flat=False))

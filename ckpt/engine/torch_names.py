@@ -91,6 +91,6 @@ def global_name(context: Context, local: str, stage: int | None, *, several: boo
     """
     marked = marked_name(local, stage)
     if context.rename is not None:
-        return context.rename(marked if several else local)
+        return context.name(marked if several else local)
     found = context.rules.rename(marked)
     return found if found != marked else context.rules.rename(local)

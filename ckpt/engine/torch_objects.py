@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 from ckpt.engine.base import Mismatch
 from ckpt.engine.shared_check import class_name, class_names
 from ckpt.engine.shared_groups import capture_groups, match_groups, restore_groups
-from ckpt.engine.shared_objects import capture_scheduler, gathered, restore_scheduler
+from ckpt.engine.shared_objects import gathered
 from ckpt.engine.torch_layout import inner_optimizer
+from ckpt.engine.torch_schedulers import capture_schedulers, restore_schedulers
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -25,10 +26,7 @@ if TYPE_CHECKING:
 def capture_objects(parts: Parts, layout: Layout, step: int) -> dict[str, Any]:
     """Return what :func:`restore_objects` puts back."""
     found: dict[str, Any] = {"engine": {"global_steps": step}, "optimizer": _capture_optimizers(parts, layout)}
-    schedulers = [capture_scheduler(one) for one in parts.schedulers]
-    found["scheduler"] = schedulers[0] if schedulers else None
-    if len(schedulers) > 1:
-        found["schedulers"] = schedulers
+    found |= capture_schedulers(parts)
     if parts.scaler is not None:
         found["scaler"] = {"class": class_name(parts.scaler), "state": parts.scaler.state_dict()}
     if layout.stateful:
@@ -76,7 +74,7 @@ def restore_objects(parts: Parts, layout: Layout, saved: Sequence[Mapping[str, A
             if inner is not optimizer:
                 _follow(optimizer, inner)
             sources[i] = list(match.sources)
-    notes += _restore_schedulers(parts, saved, sources)
+    notes += restore_schedulers(parts, saved, sources)
     notes += _restore_scaler(parts.scaler, saved[0] if saved else {})
     states = gathered(saved, "modules")
     for name, module in layout.stateful.items():
@@ -86,8 +84,9 @@ def restore_objects(parts: Parts, layout: Layout, saved: Sequence[Mapping[str, A
 
 
 def _matches(parts: Parts, layout: Layout, groups: Sequence[Mapping[str, Any] | None]) -> list[Match]:
+    stage = bool(parts.pipeline) or len(layout.tiler.context.groups.get("pp", ())) > 1
     return [
-        match_groups(optimizer, partitions, groups, layout.aliases)
+        match_groups(optimizer, partitions, groups, layout.aliases, part=stage)
         for optimizer, partitions in zip(parts.optimizers, layout.partitions, strict=True)
     ]
 
@@ -96,20 +95,6 @@ def _follow(optimizer: Any, inner: Any) -> None:
     """Give a ``ZeroRedundancyOptimizer`` the hyperparameters of its local optimizer; a step copies them back."""
     for shown, local in zip(optimizer.param_groups, inner.param_groups, strict=True):
         shown.update({name: value for name, value in local.items() if name != "params"})
-
-
-def _restore_schedulers(
-    parts: Parts, saved: Sequence[Mapping[str, Any]], sources: Sequence[Sequence[Source | None]]
-) -> list[str]:
-    notes: list[str] = []
-    lists = [one.get("schedulers") or [one.get("scheduler")] for one in saved]
-    for i in range(max(len(parts.schedulers), *(len(one) for one in lists), 1)):
-        here = parts.schedulers[i] if i < len(parts.schedulers) else None
-        there = [one[i] if i < len(one) else None for one in lists]
-        # Several schedulers have values for their own optimizer's groups: only with one is it known which those are.
-        alone = sources[0] if len(parts.optimizers) == 1 and i == 0 else ()
-        notes += restore_scheduler(here, there, alone)
-    return notes
 
 
 def _restore_scaler(scaler: Any, objects: Mapping[str, Any]) -> list[str]:

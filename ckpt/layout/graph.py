@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from ckpt.errors import LayoutError
 from ckpt.layout.box import Box, first_overlap, overlaps
-from ckpt.layout.mesh import mesh_problems
+from ckpt.layout.mesh import problems_of_claims
 from ckpt.layout.spec import MASTER, PARAM, RankLayout, TensorSpec
 
 if TYPE_CHECKING:
@@ -82,9 +82,7 @@ class ShardGraph:
             if (fqn, role) not in held
         ]
         problems += _derived_shapes(derived, cells)
-        problems += mesh_problems(layouts)
-        idle = set.intersection(*(set(layout.unused) for layout in layouts)) if layouts else set()
-        problems += [f"rule {rule!r} fits nothing on any rank" for rule in sorted(idle)]
+        problems += problems_of_claims(layouts)
         return cls(
             len(layouts),
             tuple(sorted(cells)),

@@ -55,6 +55,8 @@ class Difference:
     """has this rank something to read behind the rebuilding of derived params?"""
     unexpected: tuple[str, ...] = ()
     """what the checkpoint holds beside tensors and this rank's engine has no place for"""
+    conflicts: tuple[str, ...] = ()
+    """what both hold, but arranged so that it cannot be carried over as it was"""
 
 
 def check_difference(
@@ -63,6 +65,7 @@ def check_difference(
     """Combine the ranks' differences. Returns (missing, unexpected, dtypes) of the job.
 
     Raises:
+        LayoutError: with ``strict``, if any rank has conflicts; it lists whatever else differs too.
         MissingState: with ``strict``; a dtype that differs raises without ``cast`` in any case.
     """
     missing = tuple(dict.fromkeys(name for one in ranks for name in one.missing))
@@ -71,6 +74,13 @@ def check_difference(
     unexpected = tuple(str(catalog.order[n]) for n in sorted(numbers))
     everywhere = set.intersection(*(set(one.unexpected) for one in ranks))
     unexpected += tuple(name for name in dict.fromkeys(ranks[0].unexpected) if name in everywhere)
+    conflicts = tuple(dict.fromkeys(line for one in ranks for line in one.conflicts))
+    if strict and conflicts:
+        others = (("missing", missing), ("unexpected", unexpected), ("dtype differs", dtypes))
+        raise LayoutError(
+            "checkpoint and engine arrange the same state differently; pass strict=False to keep the engine's",
+            (*conflicts, *(f"{what}: {line}" for what, lines in others for line in lines)),
+        )
     if (strict and (missing or unexpected)) or (dtypes and not cast):
         hint = "; pass cast=True to convert" if dtypes and not cast else "; pass strict=False to go on without"
         raise MissingState(f"checkpoint and engine do not hold the same state{hint}", missing, unexpected, dtypes)

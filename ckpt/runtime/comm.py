@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import msgspec
 
-from ckpt.errors import CkptError, ConfigError, RankFailure, from_wire, to_wire
+from ckpt.errors import CkptError, ConfigError, LayoutError, RankFailure, from_wire, to_wire, with_all_problems
 from ckpt.runtime.liveness import identity, is_dead
 from ckpt.runtime.timeout import checked_timeout, default_timeout
 
@@ -238,6 +238,8 @@ class Comm:
         if root and wires[0]["ours"]:
             raise error or from_wire(wires[0])
         alike = len(failed) == self.world and len({w["type"] for w in wires.values()}) == 1
+        if alike and isinstance(error, LayoutError):
+            raise with_all_problems(error, wires.values())
         if alike and isinstance(error, CkptError):
             raise error
         raise RankFailure(name, {r: f"{w['type']}: {w['message']}" for r, w in wires.items()}) from error

@@ -74,6 +74,11 @@ def layout_of(rank: int, state: State) -> RankLayout:
     )
 
 
+def claims_of(rank: int, state: State) -> RankLayout:
+    """Return what a rank declares beside its shards: with whom it shares an axis, and rules that fit nothing here."""
+    return RankLayout(rank, groups=tuple(sorted(state.groups.items())), unused=tuple(sorted(state.unused)))
+
+
 @dataclass(frozen=True, slots=True)
 class Met:
     """A job whose ranks have described themselves. ``hosts``: of each rank. ``state``: this rank's live memory."""

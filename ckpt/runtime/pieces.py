@@ -42,6 +42,11 @@ class PieceTable:
                     f"{piece.spec} box {piece.box}: live memory has shape {list(piece.tensor.shape)}, "
                     f"expected {list(piece.box.sizes)}"
                 )
+            if str(piece.tensor.dtype) != f"torch.{piece.spec.dtype}":
+                raise LayoutError(
+                    f"{piece.spec} box {piece.box}: live memory is {str(piece.tensor.dtype).removeprefix('torch.')}, "
+                    f"expected {piece.spec.dtype}"
+                )
             self._by_key.setdefault(piece.spec.key, []).append(piece)
 
     def view(self, spec: TensorSpec, box: Box) -> torch.Tensor:

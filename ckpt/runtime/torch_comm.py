@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from datetime import timedelta
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -58,14 +59,23 @@ def _mapped(call: Callable[[], T]) -> T:
 
 
 class TorchComm(Comm):
-    """The ranks of ``torch.distributed``'s default group, with a gloo group of our own for bulk data."""
+    """The ranks of ``torch.distributed``'s default group, with a gloo group of our own for bulk data.
+
+    Groups are torch's to keep. If a reference here outlived ``destroy_process_group()``, gloo's threads would not be
+    joined there, and one that frees a tensor while the interpreter ends aborts the process ("terminate called without
+    an active exception") after all has gone well.
+    """
 
     def __init__(self, generation: int) -> None:
         store = dist.distributed_c10d._get_default_store()
         # torch's stub says that a store holds str; it takes and returns bytes.
         kv = cast("KeyValue", dist.distributed_c10d.PrefixStore(f"ckpt/{generation}", store))
         super().__init__(GuardedStore(kv), dist.get_rank(), dist.get_world_size())
-        self._group: dist.ProcessGroup | None = None
+        self._group_ref: weakref.ref[dist.ProcessGroup] | None = None
+
+    @property
+    def _group(self) -> dist.ProcessGroup | None:
+        return self._group_ref() if self._group_ref is not None else None
 
     def _prepare_entry(self, key: str) -> None:
         if self._group is None:
@@ -75,10 +85,11 @@ class TorchComm(Comm):
         # A collective decision: if one rank has lost its group, all make a new one together.
         if self.store.add(f"{key}/groupless", 0):
             limit = timedelta(seconds=max(self.timeout, 10.0))
-            self._group = dist.new_group(backend="gloo", timeout=limit)  # type: ignore[no-untyped-call,unused-ignore]
+            group = dist.new_group(backend="gloo", timeout=limit)  # type: ignore[no-untyped-call,unused-ignore]
+            self._group_ref = weakref.ref(group)
 
     def _broken(self) -> None:
-        self._group = None
+        self._group_ref = None
 
     def _exchange(self, payload: bytes) -> list[bytes]:
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world)]
@@ -91,7 +102,7 @@ class TorchComm(Comm):
         return [row[: int(n)].numpy().tobytes() for row, n in zip(rows, sizes, strict=True)]
 
 
-_current: tuple[object, Comm] | None = None
+_current: tuple[weakref.ref[Any], Comm] | None = None
 _generation = 0
 """How many default groups ckpt has met in this process. A job that destroys its group and makes another may get the
 same store again, with the keys of the first."""
@@ -103,7 +114,14 @@ def communicator() -> Comm:
     if not (dist.is_available() and dist.is_initialized()):
         return Comm(None, 0, 1)
     world = dist.group.WORLD
-    if _current is None or _current[0] is not world:  # a job may destroy its group and make another
+    if _current is None or _current[0]() is not world:  # a job may destroy its group and make another
         _generation += 1
-        _current = (world, TorchComm(_generation))
+        _current = (weakref.ref(world, _forget), TorchComm(_generation))
     return _current[1]
+
+
+def _forget(world: weakref.ref[Any]) -> None:
+    """Let go of the store of a default group that is gone."""
+    global _current
+    if _current is not None and _current[0] is world:
+        _current = None

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import ckpt
+from ckpt.runtime.torch_comm import communicator
 from tests.e2e.adapter_fault_cases import error_of
 
 
@@ -54,3 +58,31 @@ def unmarked_slice(rank: int, world: int, root: str) -> dict[str, Any]:
         "divergences": list(report.divergences),
         "same": content(other_model, other) == content(model, optimizer),
     }
+
+
+def slice_with_a_rule_too_short(rank: int, world: int, root: str) -> dict[str, Any]:
+    """The user's rules call whole what is cut."""
+    rules = {"tensors": [{"match": "known", "dim": 0}, {"match": "unknown|whole"}]}
+    made = []
+    for seed in (0, 7):
+        engine, model, optimizer = job(rank, seed)
+        made.append((ckpt.Parallel(engine.engine, rules=rules, groups={"tp": [0, 1]}), model, optimizer))
+    (engine, model, optimizer), (fresh, other_model, other) = made
+    model(torch.arange(16.0).view(4, 4)).backward()
+    optimizer.step()
+    ckpt.save(engine, root, step=1)
+    ckpt.load(fresh, root)
+    return {"same": content(other_model, other) == content(model, optimizer)}
+
+
+def groups_after_the_end(rank: int, world: int, root: str) -> list[bool]:
+    """Whether the default group, and any other, is still there when the user has destroyed them."""
+    engine, _, _ = job(rank, 0)
+    ckpt.save(engine, root, step=1)
+    ours = weakref.ref(communicator()._group)  # type: ignore[attr-defined]
+    world_group = weakref.ref(dist.group.WORLD)
+    store = weakref.ref(communicator())
+    alive = [one() is not None for one in (ours, world_group, store)]
+    dist.destroy_process_group()
+    gc.collect()
+    return alive + [one() is None for one in (ours, world_group, store)]

@@ -240,6 +240,8 @@ def padding(rank: int, world: int, *, root: str, source: dict[str, Any], engine:
     rules = {"tensors": [{"match": "embedding.word_embeddings.weight", "dim": 0, "size": 100}]}
     first, second = make_engine(**engine), make_engine(seed=7, **engine)
     train(first, 2)
+    train(second, 1)
+    before = _padding(second)
     ckpt.save(ckpt.Parallel(first, rules=rules), root)
     shapes = {
         tuple(s.spec.shape)
@@ -247,10 +249,29 @@ def padding(rank: int, world: int, *, root: str, source: dict[str, Any], engine:
         if s.spec.fqn == "embedding.word_embeddings.weight" and s.spec.shape
     }
     ckpt.load(ckpt.Parallel(second, rules=rules), root)
-    a, b = (e[0][0].module.embedding.word_embeddings.weight for e in (first, second))
+    a, b = map(_words, (first, second))
     low = 64 * dist.get_rank()
     rows = max(0, min(64, 100 - low))
-    return {"shapes": sorted(shapes), "equal": torch.equal(a[:rows], b[:rows]), "rows": rows}
+    cleared = [before, _padding(second)]
+    return {"shapes": sorted(shapes), "equal": torch.equal(a[:rows], b[:rows]), "rows": rows, "padding": cleared}
+
+
+def _words(engine: Any) -> torch.Tensor:
+    return next(p for name, p in engine[0][0].named_parameters() if name.endswith("word_embeddings.weight"))
+
+
+def _padding(engine: Any) -> dict[str, float]:
+    """Return the largest value of the embedding's last row on this rank: padding, if it is the last rank."""
+    (wrapper,) = engine[1].chained_optimizers
+    weight = _words(engine)
+    key = getattr(weight, "main_param", weight)
+    if hasattr(wrapper, "shard_fp32_groups"):  # with one data-parallel rank, its range is all of it
+        models = [p for group in (*wrapper.model_fp32_groups, *wrapper.model_float16_groups) for p in group]
+        shards = [p for group in (*wrapper.shard_fp32_groups, *wrapper.shard_fp32_from_float16_groups) for p in group]
+        key = next(shard for p, shard in zip(models, shards, strict=True) if p is weight)
+    state = wrapper.optimizer.state[key]
+    found = {"param": weight, "master": key, "exp_avg": state["exp_avg"], "exp_avg_sq": state["exp_avg_sq"]}
+    return {name: float(t.detach().view(-1, 32)[-1].abs().max()) for name, t in found.items()}
 
 
 def refusals(rank: int, world: int) -> dict[str, str]:

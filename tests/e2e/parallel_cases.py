@@ -183,13 +183,22 @@ def refusals(rank: int, world: int, root: str) -> dict[str, str]:
     named = dict(engine.module.named_parameters())
     errors: dict[str, str] = {}
 
-    def attempt(label: str, **parallel: Any) -> None:
-        errors[label] = error_of(lambda: ckpt.save(ckpt.Parallel(engine, **parallel), f"{root}/{label}"))
+    ckpt.save(job.saved, f"{root}/sound")
 
-    attempt("idle", rules={"tensors": [*CUT, {"match": "encoder.*", "dim": 0}], "names": [{"match": "a", "name": "b"}]})
+    def attempt(label: str, *, load: bool = False, **parallel: Any) -> None:
+        wrapped = ckpt.Parallel(engine, **parallel)
+        errors[label] = error_of(lambda: ckpt.save(wrapped, f"{root}/{label}"))
+        if load:
+            errors[f"{label}, load"] = error_of(lambda: ckpt.load(wrapped, f"{root}/sound", strict=False))
+
+    idle = {"tensors": [*CUT, {"match": "encoder.*", "dim": 0}], "names": [{"match": "a", "name": "b"}]}
+    attempt("idle", load=True, rules=idle)
     attempt("unexplained", rules={"tensors": CUT[:1]})
     attempt("disagree", rules={"tensors": [{**CUT[0], "size": 61 - rank % 2}, *CUT[1:]]})
-    attempt("groups", groups={"tp": [[0, 1], [0, 1], [0, 2], [1, 3]][rank]})
+    attempt("groups", load=True, groups={"tp": [[0, 1], [0, 1], [0, 2], [1, 3]][rank]})
+    attempt("orders", load=True, rules={"tensors": CUT}, groups={"tp": [[0, 1], [1, 0], [2, 3], [3, 2]][rank]})
+    wide = {"tensors": [{"match": r".*gate_up\..*", "dim": 0, "fused": [20, 20]}, *idle["tensors"]]}
+    attempt("uneven", load=True, rules=wide, groups={"tp": [0, 1, 2] if rank < 3 else [3]})
     wrong = [{"match": r"embed\.weight", "dim": 2}, {"match": r".*gate_up\.weight", "dim": 0, "size": 99}, *CUT]
     attempt("unfit", rules={"tensors": wrong})
     embed = named["embed.weight"]

@@ -176,6 +176,16 @@ def test_every_mistake_is_one_error_with_all_of_it_on_all_ranks(tmp_path: Any) -
             r"axis 'tp': rank\(s\) 3 name the group \(1, 3\)",
             "ranks 2 and 0 share both the dp and the tp group",
         ],
+        "orders": ["'embed.weight' .* held by no rank", "axis 'tp': ranks 2, 3 name their group in different orders"],
+        "orders, load": ["LayoutError", "axis 'tp': ranks 0, 1 name their group in different orders"],
+        "uneven": [
+            "UnsupportedLayout",
+            r"'blocks.0.gate_up.weight': a part of size 20 .* 3 ranks",
+            r"'blocks.0.gate_up.weight': rule .* expected 40 rows on each of 1 ranks",
+            r"rank 0: its groups have dp 2 x tp 3 = 6 ranks, the world has 4",
+            r"rank 3: its groups have dp 2 x tp 1 = 2 ranks, the world has 4",
+            r"rule 'tensors: encoder\.\*' fits nothing",
+        ],
         "unfit": [
             "UnsupportedLayout",
             "'embed.weight': rule .* cuts dimension 2",
@@ -190,9 +200,15 @@ def test_every_mistake_is_one_error_with_all_of_it_on_all_ranks(tmp_path: Any) -
         ],
         "fine": [""],
     }
-    for found in run(4, "refusals", root=str(tmp_path)):
-        assert found.keys() == expected.keys()
-        for label, patterns in expected.items():
-            assert bool(found[label]) == (label != "fine"), (label, found[label])
-            for pattern in patterns:
-                assert re.search(pattern, found[label]), (label, pattern, found[label])
+    expected |= {
+        "idle, load": expected["idle"][1:],
+        "groups, load": expected["groups"],
+        "uneven, load": expected["uneven"],
+    }
+    first, *others = run(4, "refusals", root=str(tmp_path))
+    assert all(other == first for other in others)
+    assert first.keys() == expected.keys()
+    for label, patterns in expected.items():
+        assert bool(first[label]) == (label != "fine"), (label, first[label])
+        for pattern in patterns:
+            assert re.search(pattern, first[label]), (label, pattern, first[label])

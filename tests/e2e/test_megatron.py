@@ -118,10 +118,20 @@ def test_what_a_rank_declares() -> None:
         assert gates == [[[first, 0], [24, 32]], [[48 + first, 0], [24, 32]]] * 2
 
 
-def test_a_vocabulary_is_stored_without_its_padding(tmp_path: Path) -> None:
-    found = run(2, "padding", root=str(tmp_path / "root"), source={"tp": 2}, engine={})
+@pytest.mark.parametrize("distributed", [False, True], ids=["plain", "distributed"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_vocabulary_is_stored_without_its_padding_and_loaded_with_zeros(
+    tmp_path: Path, dtype: str, distributed: bool
+) -> None:
+    engine = {"dtype": dtype, "distributed": distributed}
+    found = run(2, "padding", root=str(tmp_path / "root"), source={"tp": 2}, engine=engine)
     assert [one["rows"] for one in found] == [64, 36]
     assert all(one["shapes"] == [[100, 32]] and one["equal"] for one in found)
+    before, after = found[1]["padding"]
+    assert before.keys() == after.keys() == {"param", "master", "exp_avg", "exp_avg_sq"}
+    assert all(value > 0 for value in before.values())
+    assert not any(after.values())
+    assert all(value > 0 for value in found[0]["padding"][1].values())  # the first rank's last row is a real one
 
 
 @pytest.mark.parametrize("distributed", [False, True], ids=["plain", "distributed"])

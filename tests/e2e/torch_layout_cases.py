@@ -184,9 +184,11 @@ def interleaved(rank: int, world: int, *, root: str) -> Any:
     model = part_of_model(1)
     optimizer = torch.optim.Adam(model.parameters())
     report = ckpt.load((model, optimizer), root)
+    ckpt.save((model, optimizer), f"{root}/whole", step=1)
+    back = ckpt.load(engine, f"{root}/whole")
     return {
         "groups": {k: list(v) for k, v in state.groups.items()},
-        "strays": [*report.missing, *report.unexpected],
+        "strays": [text for one in (report, back) for text in (*one.missing, *one.unexpected)] + list(back.notes),
         "wrong": [n for n, p in model.named_parameters() if not bool((p == p.flatten()[0]).all())],
         "steps": sorted({float(s["step"]) for s in optimizer.state.values()}),
     }
@@ -226,6 +228,9 @@ def refused(rank: int, world: int, *, root: str) -> dict[str, str]:
     idle = {"tensors": [everything, *RULES["tensors"]], "tied": {"tail.weight": "embed.weight"}}
     groups = {"dp": [0, 1, 2] if rank < 2 else [0, 2]}
     found["groups"] = attempt(ckpt.Parallel(nn.Linear(2, 2), rules=idle, groups=groups), root)
+    marked = nn.Linear(4, 3)
+    marked.weight.tensor_model_parallel, marked.weight.partition_dim = True, 0  # type: ignore[assignment]
+    found["with whom"] = attempt(marked, root)
     other = nn.Linear(4 + rank, 3)
     found["shapes"] = attempt(other, root)
     from torch.distributed.optim import ZeroRedundancyOptimizer

@@ -4,7 +4,17 @@ import msgspec
 import pytest
 
 from ckpt import errors
-from ckpt.errors import CkptError, LayoutError, MissingState, RankFailure, from_wire, is_damage, to_wire
+from ckpt.errors import (
+    CkptError,
+    LayoutError,
+    MissingState,
+    RankFailure,
+    UnsupportedLayout,
+    from_wire,
+    is_damage,
+    to_wire,
+    with_all_problems,
+)
 
 
 def tree(root: type[CkptError] = CkptError) -> list[type[CkptError]]:
@@ -144,3 +154,12 @@ def test_caused_by_needs_every_rank():
 @pytest.mark.parametrize("error", [errors.StoreUnavailable("x", "k"), errors.StoreFull("x", "k")], ids=repr)
 def test_transient_is_known_after_the_wire(error):
     assert over_the_wire(error).transient == isinstance(error, errors.StoreUnavailable)
+
+
+def test_what_each_rank_found_becomes_one_error():
+    mine, other = UnsupportedLayout("engine", ("a", "b")), UnsupportedLayout("engine", ("b", "c"))
+    joined = with_all_problems(other, [to_wire(mine), to_wire(other)])
+    assert isinstance(joined, UnsupportedLayout)
+    assert joined.problems == ("a", "b", "c")
+    assert str(joined) == "engine\n  - a\n  - b\n  - c"
+    assert with_all_problems(mine, [to_wire(mine), to_wire(mine)]) is mine

@@ -125,13 +125,107 @@ def test_optimizers_and_schedulers_come_in_any_number_and_order(tmp_path: Path) 
     ckpt.save(engine, tmp_path)
     assert ckpt.steps(tmp_path) == [3]
     other = job(2)
-    # Optimizers are found again by what they step, schedulers by their order.
+    # Optimizers are found again by what they step, schedulers by the optimizer that they drive.
     assert ckpt.load((other[3], other[2], other[0], None, other[1]), tmp_path).notes == ()
     assert contents(other[:3]) == contents((model, matrices, vectors))
     assert [o.param_groups[0]["lr"] for o in other[1:3]] == pytest.approx([0.05, 0.025])
     assert [s.state_dict() for s in other[3]] == [s.state_dict() for s in schedulers]
     alone = adam(Odd(3))
     assert TorchAdapter((Odd(3), alone)).step() == 0
+
+
+def test_a_scheduler_for_each_part_and_one_for_the_whole_continue_each_other(tmp_path: Path) -> None:
+    def job(whole: bool, lr: float) -> Any:
+        model = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+        groups = [{"params": list(part.parameters()), "lr": lr * (i + 1)} for i, part in enumerate(model)]
+        optimizers = [torch.optim.SGD(g) for g in ([groups] if whole else [[group] for group in groups])]
+        chain = [(torch.optim.lr_scheduler.StepLR, 2), (torch.optim.lr_scheduler.ExponentialLR, 0.5)]
+        return model, optimizers, [kind(one, value) for one in optimizers for kind, value in chain]
+
+    def rates(engine: Any) -> list[Any]:
+        optimizers, schedulers = engine[1:]
+        return [
+            [group["lr"] for one in optimizers for group in one.param_groups],
+            [group["initial_lr"] for one in optimizers for group in one.param_groups],
+            *[[lr for one in schedulers[n::2] for lr in one.base_lrs] for n in (0, 1)],
+            *[{(one.last_epoch, one._step_count) for one in schedulers[n::2]} for n in (0, 1)],
+        ]
+
+    whole = job(True, 1.0)
+    for _ in range(3):
+        whole[1][0].step()
+        for scheduler in whole[2]:
+            scheduler.step()
+    ckpt.save(whole, tmp_path / "whole", step=3)
+    parts, again = job(False, 7.0), job(True, 9.0)
+    assert ckpt.load(parts, tmp_path / "whole").notes == ()
+    assert rates(parts) == rates(whole)
+    ckpt.save(parts, tmp_path / "parts", step=3)
+    assert ckpt.load(again, tmp_path / "parts").notes == ()
+    assert rates(again) == rates(whole)
+    fewer, _, _ = job(True, 1.0)
+    optimizer = torch.optim.SGD([{"params": part.parameters()} for part in fewer])
+    first = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    notes = ckpt.load((fewer, optimizer, first), tmp_path / "parts").notes
+    assert ["ExponentialLR was saved, this engine has none" in note for note in notes] == [True]
+
+
+def test_parameters_without_a_gradient_have_no_state_before_or_behind_a_load(tmp_path: Path) -> None:
+    model, other = Odd(1), Odd(2)
+    optimizer, trained = (torch.optim.Adam(m.parameters(), lr=0.1) for m in (model, other))
+    run(model, [optimizer], 1)
+    other.aside.grad = torch.ones(3)
+    run(other, [trained], 2)
+    ckpt.save((model, optimizer), tmp_path)
+    assert other.aside in trained.state
+    assert ckpt.load((other, trained), tmp_path).notes == ()
+    assert other.aside not in trained.state
+    assert contents((other, trained)) == contents((model, optimizer))
+
+
+def test_a_parameter_that_was_frozen_later_keeps_its_state(tmp_path: Path) -> None:
+    model, other = Odd(1), Odd(2)
+    optimizer, fresh = (torch.optim.Adam(m.step_parameters(), lr=0.1) for m in (model, other))
+    run(model, [optimizer], 2)
+    for m in (model, other):
+        m.plain.requires_grad_(False)
+    ckpt.save((model, optimizer), tmp_path)
+    assert ckpt.load((other, fresh), tmp_path).notes == ()
+    assert contents((other, fresh)) == contents((model, optimizer))
+    assert other.plain.bias in fresh.state
+
+
+def test_a_cast_load_leaves_moments_that_the_optimizer_can_step(tmp_path: Path) -> None:
+    model, low = nn.Linear(2, 2), nn.Linear(2, 2).bfloat16()
+    optimizer, fresh = (torch.optim.Adam(m.parameters(), lr=0.1) for m in (model, low))
+    for one, stepped in ((model, optimizer), (low, fresh)):
+        if stepped is fresh:
+            with pytest.raises(ckpt.MissingState, match=r"exp_avg.*bfloat16"):
+                ckpt.load((low, fresh), tmp_path)
+            assert not fresh.state
+            assert any("exp_avg" in cast for cast in ckpt.load((low, fresh), tmp_path, cast=True).casts)
+            assert torch.equal(fresh.state[low.weight]["exp_avg"], optimizer.state[model.weight]["exp_avg"].bfloat16())
+        one(torch.ones(1, 2, dtype=one.weight.dtype)).sum().backward()
+        stepped.step()
+        if stepped is optimizer:
+            ckpt.save((model, optimizer), tmp_path)
+
+
+def test_a_count_that_is_a_number_stays_one_where_no_trial_step_is_possible(tmp_path: Path) -> None:
+    def job(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(seed)
+        model = nn.Embedding(5, 2, sparse=True)
+        return model, torch.optim.SparseAdam(model.parameters())
+
+    model, optimizer = job(1)
+    model(torch.tensor([1, 3])).sum().backward()
+    optimizer.step()
+    ckpt.save((model, optimizer), tmp_path)
+    other, fresh = job(2)
+    ckpt.load((other, fresh), tmp_path)
+    state = fresh.state[other.weight]
+    assert type(state["step"]) is int
+    assert contents((other, fresh)) == contents((model, optimizer))
 
 
 def test_a_gradient_scaler_goes_on_where_it_was(tmp_path: Path) -> None:

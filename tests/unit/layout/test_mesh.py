@@ -5,7 +5,7 @@ import pytest
 from ckpt.errors import LayoutError
 from ckpt.layout.box import Box
 from ckpt.layout.graph import ShardGraph
-from ckpt.layout.mesh import mesh_problems
+from ckpt.layout.mesh import mesh_problems, problems_of_claims, problems_of_rank
 from ckpt.layout.spec import RankLayout, Shard, TensorSpec
 
 
@@ -54,9 +54,31 @@ def test_groups_that_do_not_multiply_to_the_world() -> None:
     assert mesh_problems(layouts(groups)) == ["rank 0: its groups have dp 1 x tp 1 = 1 ranks, the world has 2"]
 
 
+def test_what_one_rank_can_tell_of_its_groups_alone() -> None:
+    assert problems_of_rank(3, {"tp": (3,), "dp": (1, 3)}, 4) == [
+        "rank 3: its groups have dp 2 x tp 1 = 2 ranks, the world has 4"
+    ]
+    assert problems_of_rank(0, {"tp": (0, 1), "dp": (0, 1)}, 4) == [
+        "ranks 0 and 1 share both the dp and the tp group: the axes do not cross"
+    ]
+    assert problems_of_rank(0, {"tp": (0, 1), "dp": (0, 2)}, 4) == []
+
+
+def test_a_rule_is_idle_only_if_it_is_on_every_rank() -> None:
+    claims = [RankLayout(0, unused=("a", "b")), RankLayout(1, unused=("b", "c"))]
+    assert problems_of_claims(claims) == ["rule 'b' fits nothing on any rank"]
+    swapped = [RankLayout(r, groups=(("tp", (0, 1) if r else (1, 0)),)) for r in range(2)]
+    assert problems_of_claims(swapped) == ["axis 'tp': ranks 0, 1 name their group in different orders"]
+
+
 def test_groups_of_different_sizes() -> None:
     groups = [{"tp": (0, 1)}, {"tp": (0, 1)}, {"tp": (2,)}]
     assert mesh_problems(layouts(groups)) == ["axis 'tp': groups of different sizes: 1, 2"]
+
+
+def test_a_group_has_one_order() -> None:
+    groups = [{"tp": (0, 1)}, {"tp": (1, 0)}]
+    assert mesh_problems(layouts(groups)) == ["axis 'tp': ranks 0, 1 name their group in different orders"]
 
 
 def test_the_graph_lists_mesh_rules_and_shards_in_one_error() -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -103,6 +104,21 @@ def test_missing_and_unexpected_are_judged_over_all_ranks():
         check_difference(cat, ranks, strict=True, cast=False)
     assert (caught.value.missing, caught.value.unexpected) == (missing, unexpected)
     assert check_difference(cat, [*ranks, plan(cat, spec("c")).difference], strict=False, cast=False)[1] == ()
+
+
+def test_a_conflict_of_one_rank_is_one_error_with_all_that_differs_on_any():
+    """A stage of a pipeline has no place for what belongs to the others: that is not listed."""
+    cat = catalog([spec("a"), spec("b")])
+    first, second = plan(cat, spec("a")).difference, plan(cat, spec("b"), spec("c")).difference
+    ranks = [
+        replace(first, unexpected=("state of 'b'", "state of 'z'"), conflicts=("group 0",)),
+        replace(second, unexpected=("state of 'a'", "state of 'z'"), conflicts=("group 0", "group 1")),
+    ]
+    with pytest.raises(LayoutError) as caught:
+        check_difference(cat, ranks, strict=True, cast=False)
+    (missing,) = second.missing
+    assert caught.value.problems == ("group 0", "group 1", f"missing: {missing}", "unexpected: state of 'z'")
+    assert check_difference(cat, ranks, strict=False, cast=False)[1] == ("state of 'z'",)
 
 
 def test_all_tensors_of_another_shape_are_listed():

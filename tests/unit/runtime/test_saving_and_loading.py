@@ -136,6 +136,19 @@ def test_an_engine_of_an_unknown_kind_is_refused():
         ckpt.save(5, MemoryStore())
 
 
+def test_an_adapter_that_lacks_methods_is_told_which() -> None:
+    class Half:
+        kind = "half"
+
+        def step(self) -> int:
+            return 0
+
+        describe = describe_for_load = compare = refresh = step
+
+    with pytest.raises(ckpt.ConfigError, match="an adapter of type Half lacks finish, module"):
+        ckpt.save(Half(), "nowhere")
+
+
 def test_live_memory_of_another_shape_than_declared_is_refused():
     """A placeholder of size 0 stood for a partitioned tensor and was saved as it was."""
     made = job(1)
