@@ -96,6 +96,10 @@ __all__ = [
 __version__ = "0.1.0"
 
 
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})  # what is loaded when first used is there before
+
+
 def __getattr__(name: str) -> object:
     if name not in _HOME:
         raise AttributeError(f"module 'ckpt' has no attribute {name!r}")

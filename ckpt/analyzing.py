@@ -95,7 +95,7 @@ def analyze(
     comm = communicator()
     with comm.joint("analyze", timeout):
         if isinstance(engine, Mapping) and not isinstance(engine, EngineAdapter):
-            unused = {"domains": domains, "lose": lose, "k": k, "audit": audit or None}
+            unused = {"domains": domains, "lose": lose, "k": k, "audit": audit if isinstance(audit, AuditReport) else audit or None}
             return content_of(comm, _plain_only(engine, [n for n, v in unused.items() if v is not None]))
         return _analyze_engine(comm, engine, domains, lose, 1 if k is None else k, audit)
 
@@ -124,7 +124,7 @@ def _analyze_engine(
     )
     met = meet(comm, "analyze", lambda: adapter_for(engine), tuple(map(_short, asked)))
     graph, found = met.job.graph, given or Domains.by_host(comm.world, met.hosts)
-    if not audit:
+    if not isinstance(audit, AuditReport) and not audit:
         pieces = list(pieces_of(graph))
         return report_of(holdings_of(graph, pieces), found, lost=lost, k=k, pieces=pieces)
     if not isinstance(audit, AuditReport):

@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from ckpt.words import count, size
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -64,10 +66,10 @@ class SaveReport:
     """seconds of this rank by phase: describe, plan, digest, write, commit"""
 
     def __str__(self) -> str:
-        more = f", {short_size(self.bytes_reused)} unchanged" if self.bytes_reused else ""
-        more += f", {len(self.divergences)} diverging replicas" if self.divergences else ""
+        more = f", {size(self.bytes_reused)} unchanged" if self.bytes_reused else ""
+        more += f", {count(len(self.divergences), 'diverging replica')}" if self.divergences else ""
         return (
-            f"step {self.step}: {short_size(self.bytes_written)} written of {short_size(self.bytes_held)} held "
+            f"step {self.step}: {size(self.bytes_written)} written of {size(self.bytes_held)} held "
             f"({self.share_redundant:.0%} redundant{more}) in {self.seconds:.2f} s"
         )
 
@@ -108,17 +110,8 @@ class LoadReport:
     """seconds of this rank by phase: plan, read, finish"""
 
     def __str__(self) -> str:
-        by = f"saved by {self.saved_world} rank(s), {short_size(self.bytes_read)} read by this one"
+        by = f"saved by {count(self.saved_world, 'rank')}, {size(self.bytes_read)} read by this one"
         lines = [f"step {self.step}: {by} in {self.seconds:.2f} s"]
         for title in ("missing", "unexpected", "casts", "notes", "skipped"):
             lines += [f"{title}: {line}" for line in getattr(self, title)]
         return "\n  ".join(lines)
-
-
-def short_size(nbytes: float) -> str:
-    """Return a size for people, to one digit behind the point."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if nbytes < 1000:
-            return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.1f} {unit}"
-        nbytes /= 1000
-    return f"{nbytes:.1f} TB"

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from ckpt.errors import ConfigError
 from ckpt.layout.box import Box
+from ckpt.words import count, size
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -49,7 +50,7 @@ class Difference:
     def __str__(self) -> str:
         by = "" if self.max_abs is None else f", by at most {self.max_abs:.6g}"
         odd = f", {self.unordered} of them NaN or infinite" if self.unordered else ""
-        return f"{self.elements} element(s) in {self.box}{by}{odd}"
+        return f"{count(self.elements, 'element')} in {self.box}{by}{odd}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,8 +139,12 @@ class AuditReport:
 
     @property
     def clean(self) -> bool:
-        """Was no claim refuted?"""
+        """Was no claim refuted? What is unproved does not count: see :meth:`total`."""
         return not self.findings
+
+    def __bool__(self) -> bool:
+        """Raise :class:`TypeError`: whether a refuted or an unproved claim is bad is for the caller to say."""
+        raise TypeError("an audit is neither true nor false: ask report.clean (nothing refuted)")
 
     @property
     def detailed(self) -> int:
@@ -215,8 +220,8 @@ class AuditReport:
 
     def __str__(self) -> str:
         head = (
-            f"{len(self.claims)} claim(s) in {self.probes} probe(s): {self.total(PROVED)} bytes proved, "
-            f"{self.total(REFUTED)} refuted, {self.total(UNPROVED)} unproved"
+            f"{count(len(self.claims), 'claim')} in {count(self.probes, 'probe')}: {size(self.total(PROVED))} proved, "
+            f"{size(self.total(REFUTED))} refuted, {size(self.total(UNPROVED))} unproved"
         )
         lines = [str(f) for f in self.findings[:SHOWN]]
         if len(self.findings) > SHOWN:

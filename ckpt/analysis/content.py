@@ -21,6 +21,7 @@ from ckpt.analysis.domains import spans
 from ckpt.errors import ConfigError
 from ckpt.layout.box import Box
 from ckpt.layout.spec import ITEMSIZE
+from ckpt.words import count
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -139,7 +140,7 @@ class ContentReport:
             ConfigError: no report, or the ranks have not handed in the same tensors, cut alike.
         """
         if len({(tuple(r.tensors for r in one.ranks), one.chunk_elements) for one in reports}) != 1:
-            raise ConfigError(f"{len(reports)} content report(s): expected one or more of the same tensors")
+            raise ConfigError(f"{count(len(reports), 'content report')}: expected one or more of the same tensors")
         merged = []
         for mine in zip(*(report.ranks for report in reports), strict=True):
             casts = {
@@ -271,8 +272,8 @@ class ContentReport:
 
     def __str__(self) -> str:
         sizes = ", ".join(f"{n} {what}" for what, n in self.sizes.items())
-        found = f"{len(self.duplicates)} group(s) of duplicates, {len(self.derivations)} derivation(s)"
-        return f"{len(self.ranks)} rank(s), {self.probes} probe(s): {found}; bytes: {sizes}"
+        found = f"{count(len(self.duplicates), 'group')} of duplicates, {count(len(self.derivations), 'derivation')}"
+        return f"{count(len(self.ranks), 'rank')}, {count(self.probes, 'probe')}: {found}; bytes: {sizes}"
 
 
 def _joined(digests: Sequence[tuple[bytes, ...]]) -> tuple[bytes, ...]:

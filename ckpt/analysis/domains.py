@@ -10,11 +10,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ckpt.errors import ConfigError
+from ckpt.words import count
 
 if TYPE_CHECKING:
     from ckpt.analysis.holdings import Numbers
 
 RANK, HOST = "rank", "host"
+
+SHOWN = 6
+"""Names, or runs of ranks, that a text lists."""
 
 
 def spans(ranks: Iterable[int]) -> str:
@@ -85,10 +89,10 @@ class Domains:
                         found.setdefault(rank, []).append(key)
                 else:
                     raise ConfigError(f"{kind} domain {key!r}: expected the list of its ranks, found {value!r}")
-        problems = [f"rank {r!r}: not in this job of {world} ranks" for r in found if r not in range(world)]
+        problems = [f"rank {r!r}: not in this job of {count(world, RANK)}" for r in found if r not in range(world)]
         lacking = [rank for rank in range(world) if rank not in found]
         if lacking:
-            problems.append(f"no {kind} is given for rank(s) {spans(lacking)}")
+            problems.append(f"no {kind} is given for rank{"s" * (len(lacking) > 1)} {spans(lacking)}")
         problems += [f"rank {r}: in several {kind}s: {', '.join(n)}" for r, n in found.items() if len(set(n)) > 1]
         problems += [f"rank {r}: its {kind} has an empty name" for r, n in found.items() if not n[0].strip()]
         _complain(f"{kind} domains", problems)
@@ -129,8 +133,7 @@ class Domains:
                 kind, _, name = part.partition(":")
                 found = self._named(kind, name.strip())
             if not found:
-                known = f"{self.kind}s are {_some(self.names)}; ranks are 0 to {len(self.of_rank) - 1}"
-                problems.append(f"{part!r} names no {kind or self.kind} of this job: {known}")
+                problems.append(self._unknown(part, kind or self.kind))
             ranks.update(found or ())
         if not ranks and not problems:
             problems.append("the list is empty")
@@ -144,6 +147,13 @@ class Domains:
         for rank, name in enumerate(self.of_rank):
             members.setdefault(name, []).append(rank)
         return members
+
+    def _unknown(self, part: str, kind: str) -> str:
+        ranks = f"ranks are 0 to {len(self.of_rank) - 1}"
+        known = ranks if self.kind == RANK else f"{self.kind}s are {some(self.names)}; {ranks}"
+        if kind not in (RANK, self.kind):
+            return f"{part!r}: {kind}s are not known here; {known}"
+        return f"{part!r} names no {kind} of this job: {known}"
 
     def _named(self, kind: str, name: str) -> list[int]:
         """Return the ranks of one domain or of a range of numbered ones, nothing if any of them does not exist."""
@@ -162,10 +172,11 @@ class Domains:
         return [rank for one in wanted for rank in members[one]] if all(one in members for one in wanted) else []
 
 
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:6]) + (f", … ({len(names)} in all)" if len(names) > 6 else "")
+def some(names: Sequence[str]) -> str:
+    """Return names as text; of many the first ones, and how many there are."""
+    return ", ".join(names[:SHOWN]) + (f", … ({len(names)} in all)" if len(names) > SHOWN else "")
 
 
 def _complain(what: str, problems: list[str]) -> None:
     if problems:
-        raise ConfigError("\n  - ".join([f"{what}: {len(problems)} problem(s)", *problems]))
+        raise ConfigError("\n  - ".join([f"{what}: {count(len(problems), 'problem')}", *problems]))

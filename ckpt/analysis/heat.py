@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -61,7 +62,7 @@ class HeatColumn(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HeatMap(msgspec.Struct, frozen=True, kw_only=True):
-    """Data of the heat map. ``layers``: in the order of the model; ``held``: the distinct lists of roles held."""
+    """Data of the heat map. ``layers``: in the order of the model, as far as names tell; ``held``: the distinct lists of roles held."""
 
     layers: tuple[str, ...]
     held: tuple[tuple[HeatRole, ...], ...]
@@ -69,18 +70,32 @@ class HeatMap(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def layer_of(fqn: str) -> str:
-    """Return the layer that a tensor belongs to: its name up to the first number, else its first component.
+    """Return the layer that a tensor belongs to: its name up to the first number, else at most two components of its
+    module's name.
 
-    >>> layer_of("model.blocks.3.mlp.weight"), layer_of("embed.weight")
-    ('model.blocks.3', 'embed')
+    >>> [layer_of(name) for name in ("model.layers.3.mlp.weight", "model.norm.weight", "lm_head.weight", "scale")]
+    ['model.layers.3', 'model.norm', 'lm_head', 'scale']
     """
     parts = fqn.split(".")
-    numbered = next((i for i, part in enumerate(parts) if part.isdecimal()), 0)
-    return ".".join(parts[: numbered + 1])
+    numbered = next((i for i, part in enumerate(parts) if part.isdecimal()), None)
+    return ".".join(parts[: numbered + 1] if numbered is not None else parts[:-1][:2] or parts)
 
 
-def _natural(layer: str) -> list[tuple[int, int, str]]:
-    return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in layer.split(".")]
+_NUMBERED = re.compile(r"(^|\.)\d+$")
+_OUTPUT = re.compile(r"head|output|embed_out|unembed|logits|classifier|lm_out")
+_INPUT = re.compile(r"emb|\bwte\b|\bwpe\b|patch|stem")
+
+
+def _in_order(layer: str) -> tuple[int, list[tuple[int, int, str]]]:
+    """Return the place of a layer in its model, as far as names tell: a live job and a description know no more.
+
+    Embeddings come first, then numbered layers, the others (final norms), and heads.
+    """
+    natural = [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in layer.split(".")]
+    if _NUMBERED.search(layer):
+        return 1, natural
+    name = layer.lower()
+    return 3 if _OUTPUT.search(name) else 0 if _INPUT.search(name) else 2, natural
 
 
 def heat_map(
@@ -88,7 +103,7 @@ def heat_map(
 ) -> HeatMap:
     """Return the heat map of a job; ``of_rank``: name of each rank's domain."""
     of_tensor = [layer_of(tensor.fqn) for tensor in holdings.tensors]
-    names = sorted(set(of_tensor), key=_natural)
+    names = sorted(set(of_tensor), key=_in_order)
     roles = sorted({column.role for block in blocks for column in block.columns})
     number = {name: i for i, name in enumerate(names)}
     facts = _facts(blocks, holdings, sets, table, np.array([number[name] for name in of_tensor], np.int64), roles)

@@ -11,11 +11,12 @@ import msgspec
 import numpy as np
 
 from ckpt.analysis.combination import Combination, combinations_of, needed_bytes
-from ckpt.analysis.domains import spans
+from ckpt.analysis.domains import RANK, SHOWN, some, spans
 from ckpt.analysis.holdings import RankSets
 from ckpt.errors import ConfigError
 from ckpt.layout.box import Box
 from ckpt.layout.region import region
+from ckpt.words import count
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -69,6 +70,19 @@ class Loss(msgspec.Struct, frozen=True, kw_only=True):
     tensors_gone: int
     tensors: tuple[TensorLoss, ...]
 
+    def title(self, kind: str) -> str:
+        """Say what is lost. ``kind``: what the domains are.
+
+        >>> Loss(domains=("3",), ranks="24-31", elements=0, bytes=0, tensors_gone=0, tensors=()).title("host")
+        'ranks 24-31 (host 3)'
+        """
+        runs = self.ranks.split(",")
+        shown = ", ".join(runs[:SHOWN]) + (", …" if len(runs) > SHOWN else "")
+        ranks = f"rank{'' if self.ranks.isdecimal() else 's'} {shown}"
+        if not self.domains or kind == RANK:
+            return ranks
+        return f"{ranks} ({kind}{'s' * (len(self.domains) > 1)} {some(self.domains)})"
+
 
 def lose(
     holdings: Holdings, domains: Domains, lost: str | Iterable[int], pieces: Iterable[TensorPieces] | None = None
@@ -87,7 +101,7 @@ def lose(
     ranks = set(domains.parse(lost) if isinstance(lost, str) else lost)
     unknown = sorted(rank for rank in ranks if not 0 <= rank < holdings.world)
     if unknown:
-        raise ConfigError(f"lost ranks {spans(unknown)} are not in this job of {holdings.world} ranks")
+        raise ConfigError(f"lost ranks {spans(unknown)} are not in this job of {count(holdings.world, RANK)}")
     losing = _Losing(holdings.sets if pieces is None else RankSets(), ranks)
     if pieces is None:
         tensors = [losing.tensor(one) for one in holdings.tensors]

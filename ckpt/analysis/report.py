@@ -12,13 +12,14 @@ import msgspec
 
 from ckpt.analysis.blocks import Block, SetTable, blocks_of
 from ckpt.analysis.classes import CellClass, cell_classes
+from ckpt.analysis.domains import RANK
 from ckpt.analysis.heat import HeatMap, heat_map
 from ckpt.analysis.kills import KillTable, kill_table
 from ckpt.analysis.losing import Loss, lose
 from ckpt.analysis.refuting import Redundancy
 from ckpt.analysis.survival import SurvivalRow, rounded, survival_table
 from ckpt.errors import ConfigError
-from ckpt.report import short_size
+from ckpt.words import count, size
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -89,27 +90,28 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
     def __str__(self) -> str:
         """Return the report in a few lines."""
-        total, what, size = self.total, f"{self.domain_kind}(s)", short_size
+        total = self.total
+        on = "" if self.domain_kind == RANK else f" on {count(self.domain_count, self.domain_kind)}"
         held, unique, derivable = size(total.bytes_held), size(total.bytes_unique), size(total.bytes_derivable)
         lines = [
-            f"{self.world} rank(s) on {self.domain_count} {what}: {self.tensors} tensors, "
+            f"{count(self.world, RANK)}{on}: {count(self.tensors, 'tensor')}, "
             f"{self.parameters:,} parameters; {held} held, {unique} unique, {derivable} derivable, "
             f"{total.redundant_share:.1%} redundant"
         ]
         lines += [
-            f"{short_size(one.bytes)} ({one.kind}, like {one.example!r}): {one.verdict}"
+            f"{size(one.bytes)} ({one.kind}, like {one.example!r}): {one.verdict}"
             for one in self.classes[:_SHOWN]
         ]
         lines += [f"… and {len(self.classes) - _SHOWN} more classes"] if len(self.classes) > _SHOWN else []
         lines += [
-            f"{row.lost} {what} lost: at least {row.bytes.worst_share:.1%} of the state is still held, "
+            f"{count(row.lost, self.domain_kind)} lost: at least {row.bytes.worst_share:.1%} of the state is still held, "
             f"{row.bytes.expected_share:.1%} expected"
             for row in self.survival[1:4]
         ]
         if self.loss is not None:
             lines.append(
-                f"the loss of {', '.join(self.loss.domains) or f'rank(s) {self.loss.ranks}'}: {self.loss.tensors_gone} "
-                f"tensor(s), {self.loss.elements:,} element(s) ({short_size(self.loss.bytes)}) cannot be rebuilt"
+                f"the loss of {self.loss.title(self.domain_kind)}: {count(self.loss.tensors_gone, 'tensor')}, "
+                f"{count(self.loss.elements, 'element')} ({size(self.loss.bytes)}) cannot be rebuilt"
             )
         return "\n  ".join(lines)
 
@@ -138,11 +140,15 @@ def analyze(
         redundancy: what a test of the claims said, if the holdings are what it left of them.
 
     Raises:
-        ConfigError: the domains are not this job's, ``lost`` names what is not there, or ``k`` is not positive.
+        ConfigError: the domains are not this job's, ``lost`` names what is not there, or ``k`` is
+            not between 1 and their number.
     """
     domains.check(holdings.world)
     if k < 1:
         raise ConfigError(f"k: expected the number of losses to survive, at least 1, found {k}")
+    if k > len(domains.names):
+        known = f"the job has {count(len(domains.names), domains.kind)}"
+        raise ConfigError(f"k: {count(k, domains.kind)} to be lost at once, {known}: expected at most as many")
     loss = None if lost is None else lose(holdings, domains, lost, pieces)
     sets = SetTable(holdings.sets)
     blocks = blocks_of(holdings)
@@ -193,7 +199,7 @@ def _role_bytes(role: str, held: int, unique: int, derivable: int) -> RoleBytes:
 
 
 def _must_write(table: KillTable, k: int) -> tuple[MustWrite, ...]:
-    """For 1 to 8 losses, or to ``k`` if that is more, as far as there are domains."""
+    """For 1 to 8 losses, or to ``k`` if that is more; fewer if there are no more domains."""
     total = int(table.weight[:, 0].sum())
     rows: list[MustWrite] = []
     for losses in range(1, min(max(k, 8), table.domains) + 1):

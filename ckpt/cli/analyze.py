@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -10,12 +11,13 @@ import msgspec
 
 from ckpt.analysis.report import analyze as report_of
 from ckpt.cli import html, render_analysis
-from ckpt.cli.failing import domains_of
+from ckpt.cli.failing import domains_of, lost_of, notes_of
 from ckpt.cli.program import exits, print_json
 from ckpt.cli.subject import Asked, preset_row
 from ckpt.describe.parallel import ENGINES, STATE
 from ckpt.describe.presets import PRESETS
 from ckpt.errors import ConfigError
+from ckpt.words import count
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -57,7 +59,7 @@ def with_layout(body: Callable[..., Any]) -> Callable[..., Any]:
 @click.command()
 @click.argument("root", required=False)
 @click.option("--step", type=click.IntRange(min=0), help="Of ROOT; default: the newest committed step.")
-@click.option("--model", metavar="FILE", help="A Hugging Face config.json, or a YAML file of shapes.")
+@click.option("--model", metavar="FILE", help="A Hugging Face config.json, or a YAML file of shapes (docs/shapes.md).")
 @click.option("--preset", metavar="NAME", help="A published layout; the options below replace parts of it.")
 @click.option("--list-presets", is_flag=True, help="List the published layouts.")
 @with_layout
@@ -99,13 +101,17 @@ def analyze(
         problems.append(f"--k {k}: expected at least 1")
     problems += asked.problems()
     if problems:
-        raise ConfigError("\n  - ".join([f"ckpt analyze: {len(problems)} problem(s)", *problems]))
+        raise ConfigError("\n  - ".join([f"ckpt analyze: {count(len(problems), 'problem')}", *problems]))
 
     subject = asked.subject()
+    failing = domains_of(subject, domains)
+    if k > len(failing.names):
+        raise ConfigError(f"--k {k}: expected at most {count(len(failing.names), failing.kind)}, the job has no more")
+    subject = replace(subject, notes=notes_of(subject, failing, lose))
     report = report_of(
         subject.holdings,
-        domains_of(subject, domains),
-        lost=lose,
+        failing,
+        lost=lost_of(subject, failing, lose),
         k=k,
         pieces=None if lose is None else subject.pieces(),
         redundancy=subject.redundancy,

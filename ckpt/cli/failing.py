@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,9 +10,12 @@ from typing import TYPE_CHECKING, Any
 from ckpt.analysis.domains import HOST, RANK, Domains
 from ckpt.describe.read import MAX_BYTES, parse
 from ckpt.errors import ConfigError
+from ckpt.words import count
 
 if TYPE_CHECKING:
     from ckpt.cli.subject import Subject
+
+DESCRIPTION = "description"
 
 
 def domains_of(subject: Subject, wanted: str | None) -> Domains:
@@ -31,7 +35,8 @@ def domains_of(subject: Subject, wanted: str | None) -> Domains:
         if subject.hosts is not None:
             return subject.hosts
         if wanted == HOST:
-            raise ConfigError(f"--domains host: the hosts of {subject.name} are not known")
+            instead = ": give --ranks-per-host" if subject.kind == DESCRIPTION else ""
+            raise ConfigError(f"--domains host: the hosts of {subject.name} are not known{instead}")
         return Domains.by_rank(world)
     try:
         with Path(wanted).open("rb") as file:
@@ -41,6 +46,25 @@ def domains_of(subject: Subject, wanted: str | None) -> Domains:
             f"--domains {wanted!r}: expected rank, host, or a file, which cannot be read: {error.strerror or error}"
         ) from error
     return _domains_in(parse(text, wanted), world, subject.hosts, wanted)
+
+
+def lost_of(subject: Subject, domains: Domains, wanted: str | None) -> str | tuple[int, ...] | None:
+    """Return what is to be lost. Hosts may be named whatever else fails at once.
+
+    Raises:
+        ConfigError: hosts are named and not known, or not there.
+    """
+    if wanted is None or domains.kind == HOST or not re.search(rf"(^|,)\s*{HOST}:", wanted):
+        return wanted
+    if subject.hosts is None:
+        instead = "give --ranks-per-host" if subject.kind == DESCRIPTION else "name ranks (rank:0-7)"
+        raise ConfigError(f"--lose {wanted}: hosts are not known: {instead}")
+    return subject.hosts.parse(wanted)
+
+
+def notes_of(subject: Subject, domains: Domains, lose: str | None) -> tuple[str, ...]:
+    """Return the notes, without what was assumed of hosts if they play no part."""
+    return subject.notes + (subject.assumed if domains.kind != RANK or HOST in (lose or "") else ())
 
 
 def _domains_in(plain: dict[str, Any], world: int, hosts: Domains | None, where: str) -> Domains:
@@ -59,7 +83,7 @@ def _domains_in(plain: dict[str, Any], world: int, hosts: Domains | None, where:
         kind = str(plain.get("kind", kind))
         unknown = sorted(set(plain) - {"kind", "domains"})
         if unknown:
-            raise ConfigError(f"{where}: unknown key(s) beside kind and domains: {', '.join(unknown)}")
+            raise ConfigError(f"{where}: unknown key{'s' * (len(unknown) > 1)} beside kind and domains: {', '.join(unknown)}")
     if not (isinstance(named, Mapping) and named):
         raise ConfigError(f"{where}: domains: expected names and their ranks, found {type(named).__name__}")
     found: dict[str, list[int]] = {}
@@ -70,7 +94,7 @@ def _domains_in(plain: dict[str, Any], world: int, hosts: Domains | None, where:
         except ConfigError as error:
             problems.append(f"{name}: {error}")
     if problems:
-        raise ConfigError("\n  - ".join([f"{where}: {len(problems)} problem(s)", *problems]))
+        raise ConfigError("\n  - ".join([f"{where}: {count(len(problems), 'problem')}", *problems]))
     return Domains.of(kind, world, found)
 
 

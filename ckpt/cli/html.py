@@ -10,19 +10,29 @@ import base64
 import hashlib
 import json
 import re
+from collections import Counter
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from ckpt.analysis.heat import layer_of
 from ckpt.cli import html_parts as parts
 from ckpt.cli.render import visible
+from ckpt.cli.words import ranks_in
 from ckpt.errors import ConfigError
 
 if TYPE_CHECKING:
+    from ckpt.analysis.heat import HeatMap
+    from ckpt.analysis.losing import Loss
     from ckpt.analysis.report import Report
     from ckpt.cli.subject import Subject
+
+
+LOSS_HINT = (
+    " A row that is struck through is lost. A bar above a layer: some of it cannot be rebuilt from the ranks that are left."
+)
 
 
 def write(path: str, subject: Subject, report: Report) -> None:
@@ -53,6 +63,7 @@ def page(subject: Subject, report: Report) -> str:
         "layout": parts.text(subject.layout),
         "notes": "".join(f"<p>{parts.text(note)}</p>" for note in subject.notes),
         "facts": parts.facts(report),
+        "loss_hint": "" if report.loss is None else LOSS_HINT,
         "rows_hint": ", or several that hold alike or are neighbours" if grouped else "",
         "count_domains": ""
         if domain == "rank"
@@ -65,9 +76,26 @@ def page(subject: Subject, report: Report) -> str:
 
 def data(report: Report) -> str:
     """Return what the script reads: JSON that cannot end the element that it stands in."""
-    plain = {"domain": report.domain_kind, "k": report.k, "heat": msgspec.to_builtins(report.heat)}
+    plain = {
+        "domain": report.domain_kind,
+        "k": report.k,
+        "heat": msgspec.to_builtins(report.heat),
+        "loss": None if report.loss is None else _lost(report.loss, report.heat),
+    }
     document = json.dumps(_visible(plain), separators=(",", ":"))  # ASCII
     return document.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def _lost(loss: Loss, heat: HeatMap) -> dict[str, list[int]]:
+    """Return how many ranks of each row are lost, and how many bytes of each layer cannot be rebuilt."""
+    lost = set(ranks_in(loss.ranks))
+    gone = Counter[str]()
+    for one in loss.tensors:
+        gone[layer_of(one.fqn)] += one.bytes
+    return {
+        "ranks": [len(lost.intersection(ranks_in(row.ranks))) for row in heat.columns],
+        "bytes": [gone[layer] for layer in heat.layers],
+    }
 
 
 def digest(text: str) -> str:

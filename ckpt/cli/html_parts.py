@@ -6,9 +6,10 @@ from html import escape
 from typing import TYPE_CHECKING, NamedTuple
 
 from ckpt.cli.lost_rows import groups_of, verdict
-from ckpt.cli.render import size, visible
+from ckpt.cli.render import visible
 from ckpt.cli.rows import merged_classes, paper_lines, shown_losses, worst_shares
-from ckpt.cli.words import amount, between, count, percent, ranks_in, some_ranks
+from ckpt.cli.words import amount, between, percent
+from ckpt.words import count, size
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -89,7 +90,7 @@ def sections(subject: Subject, report: Report) -> str:
         "</div>",
     ]
     if report.loss is not None:
-        found.insert(0, section(f"Loss of rank {some_ranks(ranks_in(report.loss.ranks))}", loss_table(report.loss)))
+        found.insert(0, section(f"Loss of {report.loss.title(domain)}", loss_table(report.loss)))
     if subject.paper is not None:
         found.append(section("Redundancy as AdaCheck (FAST'26) counts it", paper(subject.paper)))
     return "\n".join(found)
@@ -126,7 +127,7 @@ def classes(report: Report) -> str:
             cell(one.label(domain)),
             cell(one.survives(domain), "short"),
             number(size(one.nbytes)),
-            cell(one.first.verdict, "bad" if one.first.must_write else "good"),
+            cell(one.verdict(), "bad" if one.first.must_write else "good"),
         )
         for one in merged_classes(report.classes)
     ]

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ckpt.analysis.losing import TensorLoss
-from ckpt.cli.render import size
-from ckpt.cli.words import amount, count, ranks_in, some_ranks
+from ckpt.cli.words import amount, ranks_in, some_ranks
+from ckpt.words import count, size
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -14,6 +14,7 @@ from rich.text import Text
 from ckpt.format.manifest import DERIVED, plain
 from ckpt.repo.repository import attempt_prefix
 from ckpt.repo.verify import DAMAGE, GARBAGE
+from ckpt.words import count, size
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -26,9 +27,18 @@ PIPE_WIDTH = 100_000
 """Columns when nobody looks on: a pipe has no width, and a cut name is a wrong name."""
 
 
+class _Pipe(Console):
+    """A console that nobody looks at: no line ends in the blanks that fill up a table's last column."""
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        with self.capture() as captured:
+            super().print(*objects, **options)
+        self.file.write("".join(f"{line.rstrip()}\n" for line in captured.get().splitlines()))
+
+
 def console() -> Console:
     """Return a console on the standard output of this moment."""
-    return Console(highlight=False, width=None if sys.stdout.isatty() else PIPE_WIDTH)
+    return Console(highlight=False) if sys.stdout.isatty() else _Pipe(highlight=False, width=PIPE_WIDTH)
 
 
 def commit_row(body: CommitBody) -> dict[str, Any]:
@@ -108,7 +118,7 @@ def print_list(rows: Sequence[dict[str, Any]], unfinished: Sequence[int]) -> Non
             continue
         sizes = (size(row.get(name, 0)) for name in ("bytes_unique", "bytes_written", "bytes_reused"))
         diverging = row.get("divergences", 0)
-        note = shown(f"{diverging} diverging replica(s)", "yellow") if diverging else Text()
+        note = shown(count(diverging, "diverging replica"), "yellow") if diverging else Text()
         head = (str(row["step"]), row["created"], row["engine"], str(row["world"]))
         table.add_row(*map(shown, (*head, *sizes)), note)
     out = console()
@@ -122,7 +132,7 @@ def print_checkpoint(document: dict[str, Any]) -> None:
     out, commit = console(), document["commit"]
     software = ", ".join(f"{name} {version}" for name, version in sorted(commit["software"].items()))
     out.print(shown(f"step {commit['step']}, attempt {commit['attempt']}, saved {commit['created']}"))
-    out.print(shown(f"by {commit['world']} rank(s) of {commit['engine']} ({software})"))
+    out.print(shown(f"by {count(commit['world'], 'rank')} of {commit['engine']} ({software})"))
     out.print(shown(", ".join(f"{name.replace('_', ' ')} {amount(name, n)}" for name, n in commit["totals"].items())))
 
     table = new_table(("tensor", "role", "dtype", "shape", "size", "stored"), right=("size",))
@@ -143,7 +153,7 @@ def print_checkpoint(document: dict[str, Any]) -> None:
             table.add_row(*map(shown, (entry["name"], entry["kind"], size(entry["nbytes"]), spans(entry["ranks"]))))
         out.print(table)
     for divergence in document["divergences"]:
-        sides = "; ".join(f"{digest} on rank(s) {spans(ranks)}" for digest, ranks in divergence["copies"].items())
+        sides = "; ".join(f"{digest} on {plural(ranks)}" for digest, ranks in divergence["copies"].items())
         where = f"{divergence['fqn']} ({divergence['role']}) at {divergence['offsets']}+{divergence['sizes']}"
         where += _exactly(divergence)
         out.print(shown(f"replicas differ: {where}: {sides}; kept {divergence['kept']}", "yellow"))
@@ -155,7 +165,7 @@ def _exactly(divergence: dict[str, Any]) -> str:
     if found is None:
         return ""
     by = "" if found["max_abs"] is None else f", by at most {found['max_abs']:.6g}"
-    return f", {found['elements']} element(s) in {found['offsets']}+{found['sizes']}{by}"
+    return f", {count(found['elements'], 'element')} in {found['offsets']}+{found['sizes']}{by}"
 
 
 def verification(result: Verification) -> dict[str, Any]:
@@ -178,7 +188,7 @@ def print_verification(result: Verification) -> None:
     checked = (
         f"checked step {', '.join(map(str, result.steps))}" if result.steps else "no committed checkpoint to check"
     )
-    out.print(f"{checked}: {result.tensors} tensors, {result.chunks} chunks, {size(result.bytes_read)} read")
+    out.print(f"{checked}: {count(result.tensors, 'tensor')}, {count(result.chunks, 'chunk')}, {size(result.bytes_read)} read")
     if result.garbage_bytes:
         out.print(f"{size(result.garbage_bytes)} of garbage")
     out.print(shown("DAMAGED", "bold red") if result.damaged else shown("no damage", "green"))
@@ -208,21 +218,6 @@ def amount(name: str, number: int) -> str:
     return size(number) if name.startswith("bytes") else f"{number:,}"
 
 
-def size(nbytes: int) -> str:
-    """Return a size for people.
-
-    >>> [size(n) for n in (0, 999, 1500, 2_000_000, 3_210_000_000)]
-    ['0 B', '999 B', '1.50 kB', '2.00 MB', '3.21 GB']
-    """
-    if nbytes < 1000:
-        return f"{nbytes} B"
-    value, units = nbytes / 1000, ["kB", "MB", "GB", "TB", "PB"]
-    while value >= 999.995 and len(units) > 1:  # 999.999 would be printed as 1000.00
-        value /= 1000
-        units.pop(0)
-    return f"{value:.2f} {units[0]}"
-
-
 def spans(ranks: Iterable[int]) -> str:
     """Return ranks as runs.
 
@@ -236,3 +231,12 @@ def spans(ranks: Iterable[int]) -> str:
         else:
             runs.append([rank, rank])
     return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+
+
+def plural(ranks: Sequence[int]) -> str:
+    """Return ranks as runs, behind the word.
+
+    >>> plural([3]), plural([0, 1])
+    ('rank 3', 'ranks 0-1')
+    """
+    return f"rank{'s' * (len(ranks) != 1)} {spans(ranks)}"

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 from rich.text import Text
 
 from ckpt.cli.lost_rows import groups_of, verdict
-from ckpt.cli.render import console, new_table, shown, size
+from ckpt.cli.render import console, new_table, shown
 from ckpt.cli.rows import merged_classes, paper_lines, shown_losses, worst_shares
-from ckpt.cli.words import amount, between, count, percent, ranks_in, some_ranks
+from ckpt.cli.words import amount, between, percent
+from ckpt.words import count, size
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -66,7 +67,7 @@ def print_classes(out: Console, report: Report) -> None:
     for one in merged_classes(report.classes):
         style = "red" if one.first.tolerance < 0 else "yellow" if one.first.must_write else "green"
         cells = (one.label(report.domain_kind), one.survives(report.domain_kind), size(one.nbytes))
-        table.add_row(*map(shown, cells), shown(one.first.verdict, style))
+        table.add_row(*map(shown, cells), shown(one.verdict(), style))
     out.print(table)
 
 
@@ -99,8 +100,7 @@ def print_survival(out: Console, report: Report) -> None:
 
 def print_loss(out: Console, loss: Loss, domain: str) -> None:
     """Print what the loss of some ranks does. Tensors whose names differ in numbers only share a row."""
-    whole = f" ({domain} {', '.join(loss.domains)})" if loss.domains and domain != "rank" else ""
-    heading(out, f"Loss of rank {some_ranks(ranks_in(loss.ranks))}{whole}")
+    heading(out, f"Loss of {loss.title(domain)}")
     if not loss.tensors:
         out.print("they held nothing")
         return

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from ckpt.cli.words import count, percent
+from ckpt.cli.words import percent
+from ckpt.words import count
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -20,14 +21,23 @@ PUBLISHED_RANGE = "none for this one; 25 % to 100 % for Yi-34B, MegaScale-530B, 
 
 
 class MergedClass(NamedTuple):
-    """Classes that differ in how often scalars are held, and in nothing that matters. ``first``: one of them."""
+    """Classes that a reader need not tell apart. ``first``: the one that survives fewest losses.
+
+    Classes that differ in how often scalars are held and in nothing that matters are one, and so are all scalars
+    (a few bytes a tensor). ``more``: are there some that survive more losses than ``first``?
+    """
 
     first: CellClass
     roles: tuple[RoleCopies, ...]
     nbytes: int
+    more: bool = False
 
     def label(self, domain: str) -> str:
         """Say how often its roles are held, those that are held alike together."""
+        if self.more:
+            copies = [one.copies for one in self.roles]
+            names = ", ".join(dict.fromkeys(one.role for one in self.roles))
+            return f"{names}, one value a tensor: {min(copies):,} to {max(copies):,}"
         alike: dict[tuple[int, int], list[str]] = {}
         for one in self.roles:
             alike.setdefault((one.copies, one.domains), []).append(one.role)
@@ -41,18 +51,33 @@ class MergedClass(NamedTuple):
     def survives(self, domain: str) -> str:
         """Say how many losses it survives, whichever they are."""
         tolerance = self.first.tolerance
-        return "is lost" if tolerance < 0 else f"any {count(tolerance, domain)}" if tolerance else "none"
+        said = "is lost" if tolerance < 0 else f"any {count(tolerance, domain)}" if tolerance else "none"
+        return f"{said}, or more" if self.more else said
+
+    def verdict(self) -> str:
+        """Say what follows."""
+        return f"the rarest: {self.first.verdict}" if self.more else self.first.verdict
 
 
 def merged_classes(classes: Sequence[CellClass]) -> list[MergedClass]:
-    """Return classes as rows, in the order of the report."""
+    """Return classes as rows, in the order of the report, scalars last."""
     found: dict[tuple[object, ...], MergedClass] = {}
+    scalars = [one for one in classes if one.kind == "scalar"]
     for one in classes:
-        roles = tuple(role for role in one.roles if one.kind == "scalar" or not role.scalar)
+        if one.kind == "scalar":
+            continue
+        roles = tuple(role for role in one.roles if not role.scalar)
         key = (one.kind, one.derived, roles, one.tolerance, one.verdict)
         known = found.get(key, MergedClass(one, roles, 0))
         found[key] = known._replace(nbytes=known.nbytes + one.bytes)
-    return list(found.values())
+    rows = list(found.values())
+    if scalars:
+        first = min(scalars, key=lambda one: one.tolerance)
+        roles = tuple(role for one in scalars for role in one.roles)
+        alike = len({(one.tolerance, one.verdict, one.roles) for one in scalars}) == 1
+        held = first.roles if alike else roles
+        rows.append(MergedClass(first, held, sum(one.bytes for one in scalars), more=not alike))
+    return rows
 
 
 def shown_losses(report: Report) -> Sequence[MustWrite]:

@@ -13,7 +13,6 @@ from ckpt.analysis.domains import Domains
 from ckpt.analysis.holdings import Holdings, TensorPieces, pieces_of
 from ckpt.analysis.paper import paper_share
 from ckpt.analysis.refuting import Redundancy, left_of
-from ckpt.cli.render import size
 from ckpt.describe.closed import holdings as holdings_of_description
 from ckpt.describe.exact import exact_graph
 from ckpt.describe.load import describe
@@ -22,6 +21,7 @@ from ckpt.errors import LayoutError
 from ckpt.repo.holders import graph_of_index, hosts_of_index, refutations_of_index
 from ckpt.repo.repository import Repository
 from ckpt.store.open import open_store
+from ckpt.words import count, size
 
 if TYPE_CHECKING:
     from ckpt.describe.parallel import Parallel
@@ -48,7 +48,8 @@ class PaperCount:
 
 @dataclass(frozen=True)
 class Subject:
-    """``kind``: ``checkpoint`` or ``description``. ``hosts``: as far as they are known; ``notes``: what was assumed.
+    """``kind``: ``checkpoint`` or ``description``. ``hosts``: as far as they are known; ``assumed``: what was
+    assumed of them; ``notes``: what else a reader should know.
 
     ``pieces``: makes those of which these are the holdings, or None: only a named loss needs them. ``redundancy``: what
     the save found of a checkpoint's claims.
@@ -60,6 +61,7 @@ class Subject:
     holdings: Holdings
     hosts: Domains | None
     notes: tuple[str, ...] = ()
+    assumed: tuple[str, ...] = ()
     paper: PaperCount | None = None
     pieces: Callable[[], Sequence[TensorPieces] | None] = lambda: None
     redundancy: Redundancy | None = None
@@ -136,32 +138,41 @@ def _of_checkpoint(repository: Repository, step: int | None) -> Subject:
             raise
         hosts = None
         notes.append(f"hosts are not known ({error})")
-    layout = f"saved by {commit.world} rank(s) of {commit.engine} at {commit.created}"
+    layout = f"saved by {count(commit.world, 'rank')} of {commit.engine} at {commit.created}"
     name = f"{repository.store.url}, step {commit.step}"
     graph = graph_of_index(index)
     left = left_of(graph, refutations_of_index(index, graph))
     notes.append(_found(left.redundancy))
     return Subject(
-        "checkpoint", name, layout, left.holdings, hosts, tuple(notes), None, lambda: left.pieces, left.redundancy
+        "checkpoint",
+        name,
+        layout,
+        left.holdings,
+        hosts,
+        tuple(notes),
+        pieces=lambda: left.pieces,
+        redundancy=left.redundancy,
     )
 
 
 def _found(tested: Redundancy) -> str:
     """Say what the save found of the job's claims, and what it did not record."""
-    refuted = "nothing" if not tested.refuted else f"{size(tested.refuted)} (not counted here)"
+    if not tested.claimed:
+        return "the ranks held nothing twice"
+    differed = f"{size(tested.refuted)} differed and are not counted as redundant" if tested.refuted else "all were equal"
     return (
-        f"of {size(tested.claimed)} that the job held to be redundant, {refuted} differed when this was saved; "
-        f"how much of the rest was constant, which proves nothing, is not recorded"
+        f"the save compared {size(tested.claimed)} of copies: {differed}; "
+        f"how much of them was constant (zeros), which proves nothing, was not recorded"
     )
 
 
 def _of_description(described: Description, chosen: str | None, changed: tuple[str, ...]) -> Subject:
-    parallel, holdings, notes = described.parallel, holdings_of_description(described), []
+    parallel, holdings, assumed = described.parallel, holdings_of_description(described), []
     hosts, per_host = None, parallel.host_size
     if parallel.hosts is None and parallel.ranks_per_host is None:
         per_host = HOST_SIZE
         if holdings.world > HOST_SIZE:
-            notes.append(f"hosts of {HOST_SIZE} ranks are assumed (--ranks-per-host, --hosts)")
+            assumed.append(f"hosts of {HOST_SIZE} ranks are assumed (--ranks-per-host, --hosts)")
     if holdings.world > per_host or parallel.hosts is not None or parallel.ranks_per_host is not None:
         hosts = Domains.by_host(holdings.world, per_host)
     by_optimizer = parallel.zero >= 2 or parallel.kind == "fsdp2"
@@ -174,7 +185,7 @@ def _of_description(described: Description, chosen: str | None, changed: tuple[s
         graph = exact_graph(described)
         return None if graph is None else tuple(pieces_of(graph))
 
-    return Subject("description", described.model.name, layout, holdings, hosts, tuple(notes), paper, pieces)
+    return Subject("description", described.model.name, layout, holdings, hosts, (), tuple(assumed), paper, pieces)
 
 
 def words(parallel: Parallel) -> str:

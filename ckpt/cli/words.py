@@ -1,10 +1,11 @@
-"""Numbers of an analysis in words: shares, counts, ranks."""
+"""Numbers of an analysis in words: shares, amounts, ranks."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from ckpt.cli.render import spans
+from ckpt.words import count
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -34,15 +35,6 @@ def between(low: float, high: float) -> str:
     """
     first, last = percent(low), percent(high)
     return first if first == last else f"{first} to {last}"
-
-
-def count(number: int, noun: str) -> str:
-    """Return a number of things.
-
-    >>> count(1, "host"), count(16384, "rank")
-    ('1 host', '16,384 ranks')
-    """
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def amount(number: int) -> str:

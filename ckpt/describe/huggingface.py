@@ -30,8 +30,8 @@ _FAMILIES: dict[str, Callable[[Builder, Fields, str], None]] = {
 MODEL_TYPES = tuple(_FAMILIES)
 
 
-def model_of_config(config: Mapping[str, Any]) -> ModelSpec:
-    """Return the model of a parsed ``config.json``.
+def model_of_config(config: Mapping[str, Any], where: str = "config.json") -> ModelSpec:
+    """Return the model of a parsed ``config.json``, called ``where`` in errors.
 
     Raises:
         ConfigError: a ``model_type`` that is not known; all missing or impossible entries at once.
@@ -39,8 +39,8 @@ def model_of_config(config: Mapping[str, Any]) -> ModelSpec:
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in _FAMILIES:
         raise ConfigError(
-            f"config.json: model_type {kind!r} is not known, expected one of {', '.join(MODEL_TYPES)}; "
-            "any other model can be described by its shapes"
+            f"{where}: model_type {kind!r} is not known, expected one of {', '.join(MODEL_TYPES)}; "
+            "any other model can be described by its shapes (docs/shapes.md)"
         )
     fields = Fields(config)
     builder = Builder()
@@ -49,7 +49,7 @@ def model_of_config(config: Mapping[str, Any]) -> ModelSpec:
     if builder.count > MAX_TENSORS:
         problems.append(f"the config describes {builder.count} tensors, at most {MAX_TENSORS}")
     if problems:
-        refuse(f"config.json of model_type {kind!r}", problems)
+        refuse(f"{where}, model_type {kind!r}", problems)
     model = ModelSpec(str(config.get("_name_or_path") or kind), tuple(builder.tensors()), tuple(builder.tied))
     model.check()
     return model

@@ -39,12 +39,12 @@ def model_of(plain: Mapping[str, Any], where: str) -> tuple[ModelSpec, dict[str,
         ConfigError: neither of the two, or what it says cannot be.
     """
     if "tensors" in plain:
-        model = model_of_shapes(plain)
+        model = model_of_shapes(plain, where)
         return model, dict(plain.get("parallel") or {})
     if "model_type" in plain:
-        return model_of_config(plain), {}
+        return model_of_config(plain, where), {}
     raise ConfigError(
-        f"{where}: expected a Hugging Face config.json (with model_type) or a file of shapes (with tensors)"
+        f"{where}: expected a Hugging Face config.json (with model_type) or a file of shapes (with tensors, docs/shapes.md)"
     )
 
 
@@ -55,4 +55,5 @@ def describe(path: str | Path, **parallel: Any) -> Description:
         ConfigError: all problems of a part at once.
     """
     model, said = read_model(path)
+    Parallel.of(said, f"{path}: parallel")  # so that an error names the file only if it is the file's
     return Description(model, Parallel.of(said | parallel))

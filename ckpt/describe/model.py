@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NoReturn
 from ckpt.errors import ConfigError
 from ckpt.layout.spec import ITEMSIZE
 from ckpt.layout.tiling import Runs, chunked, fused, length
+from ckpt.words import count
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -210,4 +211,4 @@ def refuse(message: str, problems: Iterable[str]) -> NoReturn:
     """Raise :class:`ConfigError` that lists all problems."""
     listed = list(problems)
     shown = listed if len(listed) <= 20 else [*listed[:20], f"… and {len(listed) - 20} more"]
-    raise ConfigError("\n  - ".join([f"{message} ({len(listed)} problem(s))", *shown]))
+    raise ConfigError("\n  - ".join([f"{message} ({count(len(listed), 'problem')})", *shown]))

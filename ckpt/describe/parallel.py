@@ -14,7 +14,7 @@ from ckpt.errors import ConfigError
 from ckpt.layout.spec import ITEMSIZE
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
 ENGINES = ("ddp", "deepspeed", "fsdp2", "zero_redundancy_optimizer", "megatron")
 AXES = ("pp", "dp", "cp", "tp")
@@ -71,8 +71,8 @@ class Parallel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     world: int | None = None
 
     @classmethod
-    def of(cls, plain: dict[str, Any]) -> Parallel:
-        """Return it from plain data (the ``parallel:`` part of a file).
+    def of(cls, plain: Mapping[str, Any], where: str = "parallel") -> Parallel:
+        """Return it from plain data (the ``parallel:`` part of a file, called ``where`` in errors).
 
         Raises:
             ConfigError: an unknown key or a wrong type.
@@ -80,7 +80,7 @@ class Parallel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         try:
             return msgspec.convert(plain, cls)
         except msgspec.ValidationError as error:
-            raise ConfigError(f"parallel: {error}") from error
+            raise ConfigError(f"{where}: {error}") from error
 
     @property
     def ranks(self) -> int:
@@ -193,7 +193,8 @@ class Parallel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
             if self.hosts * self.ranks_per_host != self.ranks:
                 yield f"{self.hosts} hosts of {self.ranks_per_host} ranks are not {self.ranks} ranks"
         elif self.hosts is not None and self.ranks % self.hosts:
-            yield f"{self.ranks} ranks do not fill {self.hosts} hosts evenly: give ranks_per_host"
+            uneven = f"{self.ranks} ranks do not fill {self.hosts} hosts evenly"
+            yield f"{uneven}: give --ranks-per-host (in a file ranks_per_host)"
 
     def _engine_problems(self) -> Iterator[str]:
         if self.shard is not None and self.shard != self.data and self.kind != "fsdp2":

@@ -207,7 +207,7 @@ class Description:
                 try:
                     self.geometry(t)
                 except LayoutError as error:
-                    yield f"{t.fqn!r} {list(t.shape)}, tp {p.tp}: {error}"
+                    yield f"{t.fqn!r} {list(t.shape)}: {error}"
             if p.kind == "fsdp2" and t.shape == () and t.kind != "buffer":
                 yield f"{t.fqn!r} has no dimension, FSDP cannot cut it"
         if p.ep > 1 and (not self._experts or self._experts % p.ep):
@@ -221,7 +221,8 @@ def _stages(model: ModelSpec, parallel: Parallel) -> list[int]:
     if not counts:
         if model.layers % parallel.pp:
             problems.append(
-                f"pp {parallel.pp} does not divide the {model.layers} layers: give the layers of each stage (stages)"
+                f"pp {parallel.pp} does not divide the {model.layers} layers: give those of each stage "
+                "(--stages, in a file stages)"
             )
         counts = [model.layers // parallel.pp] * parallel.pp
     elif sum(counts) != model.layers:

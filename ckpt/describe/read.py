@@ -51,10 +51,20 @@ def parse(text: str | bytes, where: str) -> dict[str, Any]:
             found = yaml.load(decoded, _PlainLoader)  # noqa: S506 # a SafeLoader
     # ValueError: a number of thousands of digits, an impossible date; RecursionError: brackets in brackets.
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{where}: neither JSON nor YAML: {error or type(error).__name__}") from error
+        raise ConfigError(f"{where}: neither JSON nor YAML: {_reason(error)}") from error
     if not isinstance(found, dict) or not all(isinstance(key, str) for key in found):
         raise ConfigError(f"{where}: expected a mapping with names as keys, found {type(found).__name__}")
     return found
+
+
+def _reason(error: Exception) -> str:
+    """Return what is wrong in one line: PyYAML draws the place over several."""
+    if isinstance(error, yaml.MarkedYAMLError):
+        said = ", ".join(part for part in (error.context, error.problem) if part)
+        mark = error.problem_mark or error.context_mark
+        where = "" if mark is None else f"line {mark.line + 1}, column {mark.column + 1}: "
+        return where + " ".join(said.split())
+    return _short_text(" ".join(str(error).split())) or type(error).__name__
 
 
 class Fields:
@@ -103,5 +113,8 @@ class Fields:
 
 
 def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+    return _short_text(repr(value), 60)
+
+
+def _short_text(text: str, most: int = 200) -> str:
+    return text if len(text) <= most else text[: most - 3] + "..."

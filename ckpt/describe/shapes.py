@@ -1,24 +1,7 @@
 """A model as a list of shapes: the short file for everything that is not on Hugging Face. Pure.
 
-::
-
-    name: tiny                       # all keys but tensors may be left out
-    layers: 12                       # {layer} in a name: once for each of 0 … 11
-    experts: 4                       # {expert}: once for each of 0 … 3
-    tensors:                         # in module order
-      embed.weight:                 {shape: [61, 24], kind: embedding, tp: {dim: 0, size: 61}}
-      blocks.{layer}.qkv.weight:    {shape: [72, 24], tp: {dim: 0, fused: [{size: 24, heads: 4}, 24, 24]}}
-      blocks.{layer}.mask:          {shape: [12], kind: buffer, dtype: int64}
-      blocks.{layer}.mlp.{expert}.w: {shape: [48, 24], tp: {dim: 1}}
-      norm.weight:                  {shape: [24], stage: last}
-    tied: {head.weight: embed.weight}
-    rules: {tensors: [{match: '.*norm.*', dim: null}]}      # of a rules file, for tensors without tp
-    parallel: {engine: deepspeed, zero: 1, dp: 4, tp: 2}    # fields of Parallel
-
-``tp`` takes the keys of a rule for tensors (``ckpt.layout.rules``) but ``match``; ``size`` marks a vocabulary. Lines in
-a row that have ``{layer}`` are repeated together, layer by layer, as modules are. Tensors without a layer belong to the
-first pipeline stage if they stand before the layers, to the last if behind; ``stage`` (first, last, ends, every)
-overrides.
+docs/shapes.md is the reference. Lines in a row that have ``{layer}`` are repeated together, layer by layer, as modules
+are, and inside of them those that have ``{expert}``.
 """
 
 from __future__ import annotations
@@ -38,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
 LAYER, EXPERT = "{layer}", "{expert}"
+EXAMPLE = "a mapping of names, like {embed.weight: {shape: [64, 8]}}"
 
 
 class _Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -50,7 +34,7 @@ class _Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
 
 class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    tensors: dict[str, _Line]
+    tensors: dict[str, Any]
     name: str = "model"
     layers: int = 0
     experts: int = 0
@@ -59,29 +43,36 @@ class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     parallel: dict[str, Any] = {}
 
 
-def model_of_shapes(plain: Mapping[str, Any]) -> ModelSpec:
-    """Return the model that a parsed file of shapes describes.
+def model_of_shapes(plain: Mapping[str, Any], where: str = "file of shapes") -> ModelSpec:
+    """Return the model that a parsed file of shapes describes; ``where``: what errors call it.
 
     Raises:
-        ConfigError: all problems at once; a wrong type or an unknown key is told alone.
+        ConfigError: all problems at once; a wrong type or an unknown key outside of tensors is told alone.
     """
+    if not isinstance(plain.get("tensors"), dict):
+        found = type(plain.get("tensors")).__name__
+        raise ConfigError(f"{where}: tensors: expected {EXAMPLE}, found a {found} (docs/shapes.md)")
     try:
         file = msgspec.convert(plain, _File)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"file of shapes: {error}") from error
+        raise ConfigError(f"{where}: {error} (docs/shapes.md)") from error
+    lines = _lines(file.tensors, where)
     fields = Fields(plain)
     layers, experts = fields.integer("layers", 0, least=0), fields.integer("experts", 0, least=0)
-    rules = Rules.of(file.rules)
+    try:
+        rules = Rules.of(file.rules)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
     problems = fields.problems
-    for name in file.tensors:
+    for name in lines:
         if (LAYER in name and not layers) or (EXPERT in name and not experts):
             problems.append(f"{name!r} is repeated, but the file does not say how often (layers, experts)")
-    total = sum((layers if LAYER in n else 1) * (experts if EXPERT in n else 1) for n in file.tensors)
+    total = sum((layers if LAYER in n else 1) * (experts if EXPERT in n else 1) for n in lines)
     if total > MAX_TENSORS:
         problems.append(f"the file describes {total} tensors, at most {MAX_TENSORS}")
     if problems:
-        refuse("file of shapes", problems)
-    tensors = tuple(_tensors(file, rules, problems))
+        refuse(where, problems)
+    tensors = tuple(_tensors(file, lines, rules, problems))
     tied = {**file.tied, **rules.tied}
     before = {t.fqn for t in tensors if t.place == "first"}
     places = {alias: "last" if layers or target not in before else "first" for alias, target in tied.items()}
@@ -89,14 +80,28 @@ def model_of_shapes(plain: Mapping[str, Any]) -> ModelSpec:
     idle = rules.unused([t.fqn for t in tensors] + list(tied), [])
     problems += [f"rules: {pattern!r} matches nothing" for pattern in sorted(idle)]
     if problems:
-        refuse("file of shapes", problems)
+        refuse(where, problems)
     model.check()
     return model
 
 
-def _tensors(file: _File, rules: Rules, problems: list[str]) -> Iterator[Described]:
+def _lines(tensors: Mapping[str, Any], where: str) -> dict[str, _Line]:
+    found, problems = dict[str, _Line](), list[str]()
+    for name, line in tensors.items():
+        try:
+            found[name] = msgspec.convert(line, _Line)
+        except msgspec.ValidationError as error:
+            problems.append(f"{name!r}: {error}")
+    if problems:
+        refuse(f"{where}: tensors: expected {EXAMPLE}, docs/shapes.md", problems)
+    return found
+
+
+def _tensors(
+    file: _File, described: Mapping[str, _Line], rules: Rules, problems: list[str]
+) -> Iterator[Described]:
     place = "first"
-    for in_layers, block in groupby(file.tensors.items(), key=lambda item: LAYER in item[0]):
+    for in_layers, block in groupby(described.items(), key=lambda item: LAYER in item[0]):
         lines = list(block)
         if not in_layers:
             yield from _block(file, lines, rules, problems, layer=None, place=place)

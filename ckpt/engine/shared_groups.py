@@ -36,7 +36,8 @@ Source = tuple[int, int]
 @dataclass(frozen=True, slots=True)
 class Match:
     """``sources``: for each group here, the saved group whose hyperparameters it takes over. ``exact``: have it and the
-    saved groups that its members came from just the same members (of those that belong on this rank)?
+    saved groups that its members came from just the same members (of those that belong on this rank)? Never where
+    they conflict; a group of nobody has them.
 
     ``added``: stepped here only; ``removed``: stepped in the saved job only; ``conflicts``: groups whose members were
     saved with different hyperparameters, one line each.
@@ -108,7 +109,7 @@ def match_groups(
         apart = any(settings[source] != settings[found[0]] for source in found[1:])
         sources.append(found[0] if found and not apart else None)
         former = set[str]().union(*(before[source] for source in found))
-        exact.append(bool(found or not members) and (members <= former if part else members == former))
+        exact.append(not apart and bool(found or not members) and (members <= former if part else members == former))
         if apart:
             conflicts.append(_difference(index, members, found, before, settings))
     here = set[str]().union(*present)

@@ -68,6 +68,11 @@ def parts_of(engine: object) -> Parts:
     Raises:
         ConfigError: something in it is not recognised, or there are too many of something; lists all that is wrong.
     """
+    if isinstance(engine, Mapping) and any(isinstance(value, torch.Tensor) for value in engine.values()):
+        raise ConfigError(
+            f"engine of type {class_name(engine)}: this is a state dict of tensors, which says nothing of who holds what: "
+            "pass the module itself, or (model, optimizer); ckpt.analyze takes a state dict to look for equal content"
+        )
     parts, problems = Parts(), list[str]()
     for where, item, grouped, expected in _items(engine):
         role = _role(item)

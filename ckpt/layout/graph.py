@@ -15,6 +15,7 @@ from ckpt.errors import LayoutError
 from ckpt.layout.box import Box, first_overlap, overlaps
 from ckpt.layout.mesh import problems_of_claims
 from ckpt.layout.spec import MASTER, PARAM, RankLayout, TensorSpec
+from ckpt.words import count
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -95,7 +96,7 @@ class ShardGraph:
     def check(self) -> None:
         """Raise :class:`LayoutError` with every problem, if there is any."""
         if self.problems:
-            raise LayoutError(f"the ranks' shards do not form a whole ({len(self.problems)} problem(s))", self.problems)
+            raise LayoutError(f"the ranks' shards do not form a whole ({count(len(self.problems), 'problem')})", self.problems)
 
     def bytes_held(self) -> int:
         """Bytes that all ranks hold together."""

@@ -89,8 +89,13 @@ def fused(sizes: Sequence[tuple[int, int]], degree: int, rank: int) -> Runs:
     start = 0
     for size, units in sizes:
         parts = min(degree, units)
-        if parts < 1 or size % parts or degree % parts or units % parts:
-            raise LayoutError(f"a part of size {size} with {units} unit(s) cannot be cut for {degree} ranks")
+        what = f"size {size}" if units == size else f"{units} heads"
+        if parts < 1 or units % parts:
+            raise LayoutError(f"tp {degree} does not divide {what}")
+        if degree % parts:
+            raise LayoutError(f"tp {degree} is no multiple of {what}")
+        if size % parts:
+            raise LayoutError(f"size {size} cannot be cut into {parts} equal parts")
         joined.append((start + rank * parts // degree * (size // parts), size // parts))
         start += size
     return take(tuple(joined), 0, length(tuple(joined)))

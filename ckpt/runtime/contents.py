@@ -16,6 +16,7 @@ from ckpt.layout.spec import ITEMSIZE
 from ckpt.runtime.agree import Hello, exchange_hellos
 from ckpt.runtime.differing import is_constant
 from ckpt.runtime.staging import cast_bytes, tensor_bytes
+from ckpt.words import count
 
 if TYPE_CHECKING:
     from ckpt.runtime.comm import Comm
@@ -89,7 +90,7 @@ def flatten(state: Mapping[Any, Any]) -> dict[str, torch.Tensor]:
 
     visit(state, "", (id(state),))
     if problems:
-        raise ConfigError("\n  - ".join([f"state dict: {len(problems)} problem(s)", *problems]))
+        raise ConfigError("\n  - ".join([f"state dict: {count(len(problems), 'problem')}", *problems]))
     return found
 
 

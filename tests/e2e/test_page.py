@@ -67,8 +67,9 @@ class Looking:
         return int(self.cells["cells"])
 
     def _place(self, row: int, layer: int) -> tuple[float, float]:
-        left, width, height = (float(self.cells[name]) for name in ("left", "cellWidth", "cellHeight"))
-        return left + (layer + 0.4) * width, (row + 0.4) * height
+        edges = [float(edge) for edge in self.cells["edges"].split(",")]
+        left, right = edges[layer : layer + 2]
+        return left + 0.4 * (right - left), (row + 0.3) * float(self.cells["cellHeight"])
 
     def colour(self, row: int, layer: int) -> str:
         x, y = self._place(row, layer)
@@ -156,10 +157,13 @@ def test_one_role_can_be_looked_at_alone(page: Page, made: Any) -> None:
 def test_legend_summary_and_survival_are_there(page: Page, made: Any) -> None:
     seen = Looking(page, made("--preset", "yi-34b", "--lose", "host:3"))
     legend = seen.text("#legend").split("\n")
-    assert [one.strip() for one in legend] == ["0: lost", "1 copy", "2", "3–4", "5–8", "9–16", "17–64", "65 and more"]
-    assert page.run("document.querySelectorAll('#legend li:not(.unused)').length") == 2  # 1 copy, and 3 to 4
+    assert [one.strip() for one in legend] == [
+        "0: nobody has it", "1 copy", "2", "3–4", "5–8", "9–16", "17–64", "65 and more",
+        "a lost rank", "a layer that lost elements for good",
+    ]  # fmt: skip
+    assert page.run("document.querySelectorAll('#legend li:not(.unused)').length") == 4  # 1 copy, 3 to 4, and what a loss adds
     main = seen.text("main")
-    for text in ("412.67 GB", "ranks on 16 hosts", "93.75 %", "Loss of rank 24-31", "the paper's number"):
+    for text in ("412.67 GB", "ranks on 16 hosts", "93.75 %", "Loss of ranks 24-31 (host 3)", "the paper's number"):
         assert text in main, text
 
 
@@ -169,8 +173,8 @@ def test_a_job_of_16384_ranks_fits_into_the_page(page: Page, made: Any) -> None:
     seen = Looking(page, path)
     assert 1000 < seen.count <= 512 * 128
     tip = seen.hover(0, 3)
-    assert re.search(r"rank 0-\d+", tip)
-    assert "model.layers.1" in tip
+    assert re.search(r"ranks 0-\d+", tip)
+    assert "model.layers.2\n" in tip  # behind the embedding
 
 
 def test_both_colour_schemes_are_readable(page: Page, made: Any) -> None:

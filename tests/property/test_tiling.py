@@ -144,7 +144,7 @@ def test_a_rule_without_dim_is_a_whole_tensor() -> None:
         (TensorRule(match="w", dim=0, fused=(6, 4)), (4, 4), 2, "expected 5 rows on each of 2 ranks, found 4"),
         (TensorRule(match="w", dim=0, size=100), (4, 4), 2, "2 x 4 rows, expected at least the size 100"),
         (TensorRule(match="w", dim=0, stride=3), (4, 4), 2, "4 rows cannot hold 3 equal parts"),
-        (TensorRule(match="w", dim=0, heads=3), (4, 4), 2, "3 unit(s) cannot be cut for 2 ranks"),
+        (TensorRule(match="w", dim=0, heads=3), (4, 4), 2, "tp 2 does not divide 3 heads"),
     ],
 )
 def test_shape_and_rule_that_do_not_fit(rule, local, degree, message) -> None:

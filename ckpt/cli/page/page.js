@@ -6,12 +6,17 @@
   const { layers, held, columns: rows } = data.heat;
   const [map, axis, cells, mark, tip, legend, roleChoice, countChoice] =
     ["map", "axis", "cells", "mark", "tip", "legend", "role", "count"].map((id) => document.getElementById(id));
-  const CLASSES = ["0: lost", "1", "2", "3–4", "5–8", "9–16", "17–64", "65 and more"];
+  const CLASSES = ["0: nobody has it", "1", "2", "3–4", "5–8", "9–16", "17–64", "65 and more"];
+  const BAR = 5; // pixels above a layer of which something cannot be rebuilt
   const EDGE = 10; // pixels beyond the last cells, for labels that are wider than their cell
   const LAYER = 0, COPIES = 1, DOMAINS = 2, HELD = 3, LEAST = 4, MOST = 5; // of a cell
   const at = rows.map((row) => new Map(row.cells.map((cell) => [cell[LAYER], cell])));
   const label = shortNames(layers);
-  let size = { left: 0, top: 0, width: 0, height: 0 }; // of the labels, and of one cell
+  const numbered = layers.map((name, x) => label[x] !== name);
+  const { ranks: lostRanks, bytes: lostBytes } = data.loss || { ranks: [], bytes: [] };
+  const NAMED = 14; // pixels that a column with an upright label has at least, so that two of them do not overlap
+  let size = { left: 0, top: 0, width: 0, height: 0 }; // of the labels, and of one cell; a named column may be wider
+  let edges = []; // where each column begins, and where the last one ends
   let here = null; // {row, layer} that is pointed at
 
   // ------------------------------------------------------------------------------------------------ what a cell says
@@ -79,6 +84,14 @@
     }
   }
 
+  function strike(pen, shade, x, y, width, height) { // a lost row: a line that shows on every colour
+    const thick = Math.max(1, Math.min(3, height / 5));
+    pen.fillStyle = shade.paper;
+    pen.fillRect(x, y + (height - thick) / 2 - 1, width, thick + 2);
+    pen.fillStyle = shade[0];
+    pen.fillRect(x, y + (height - thick) / 2, width, thick);
+  }
+
   function cut(pen, text, width) {
     if (pen.measureText(text).width <= width) return text;
     while (text.length > 1 && pen.measureText(`${text}…`).width > width) text = text.slice(0, -1);
@@ -93,17 +106,23 @@
     probe.font = `11px ${getComputedStyle(document.body).fontFamily}`;
     const widest = (texts, most) => Math.min(most, Math.ceil(Math.max(0, ...texts.map((t) => probe.measureText(t).width))));
     size.left = widest(rowText, 150) + 10;
-    size.top = widest(label, 96) + 12;
+    size.top = widest(label, 96) + 10 + BAR;
     const room = map.parentElement.clientWidth - size.left - EDGE;
-    size.width = Math.max(5, Math.min(64, room / Math.max(1, layers.length)));
+    const names = numbered.filter((one) => !one).length;
+    const even = room / Math.max(1, layers.length);
+    const narrow = (room - names * NAMED) / Math.max(1, layers.length - names);
+    size.width = Math.max(5, Math.min(64, even < NAMED ? narrow : even));
+    edges = [size.left];
+    numbered.forEach((one, x) => edges.push(edges[x] + (one ? size.width : Math.max(NAMED, size.width))));
     size.height = Math.max(3, Math.min(28, Math.floor(620 / Math.max(1, rows.length))));
-    const width = size.left + size.width * layers.length + EDGE;
+    const right = edges[layers.length];
+    const width = right + EDGE;
     map.classList.toggle("wide", width > map.parentElement.clientWidth + 1);
 
     drawAxis(sharp(axis, width, size.top));
     const pen = sharp(cells, width, size.height * rows.length + EDGE);
     pen.fillStyle = colour("--empty");
-    pen.fillRect(size.left, 0, size.width * layers.length, size.height * rows.length);
+    pen.fillRect(size.left, 0, right - size.left, size.height * rows.length);
     const gap = size.width >= 8 ? 1 : 0;
     const slit = size.height >= 6 ? 1 : 0;
     const used = CLASSES.map(() => 0);
@@ -113,8 +132,8 @@
         if (copies === null) continue;
         const number = classOf(copies);
         used[number] += 1;
-        const x = size.left + cell[LAYER] * size.width;
-        fill(pen, shade, number, x, y * size.height, size.width - gap, size.height - slit);
+        const [x, next] = [edges[cell[LAYER]], edges[cell[LAYER] + 1]];
+        fill(pen, shade, number, x, y * size.height, next - x - gap, size.height - slit);
       }
     });
     pen.fillStyle = shade.paper;
@@ -123,30 +142,37 @@
         pen.fillRect(size.left, y * size.height - 1, width - size.left, 1.5);
       }
     });
-    pen.fillStyle = colour("--quiet");
+    rows.forEach((row, y) => { if (lostRanks[y]) strike(pen, shade, size.left, y * size.height, right - size.left, size.height - slit); });
     pen.textAlign = "right";
     const every = Math.ceil(13 / size.height);
     rowText.forEach((text, y) => {
-      if (y % every === 0) pen.fillText(cut(pen, text, size.left - 8), size.left - 6, y * size.height + Math.max(6, size.height / 2));
+      if (y % every && !(lostRanks[y] && !lostRanks[y - 1])) return;
+      if (lostRanks[y - 1] && !lostRanks[y] && every > 1) return; // the label of what is lost comes first
+      pen.fillStyle = colour(lostRanks[y] ? "--warn" : "--quiet");
+      pen.fillText(cut(pen, text, size.left - 8), size.left - 6, y * size.height + Math.max(6, size.height / 2));
     });
     drawLegend(shade, used);
     cells.dataset.cells = used.reduce((a, b) => a + b, 0);
-    Object.assign(cells.dataset, { left: size.left, cellWidth: size.width, cellHeight: size.height });
+    Object.assign(cells.dataset, { edges: edges.join(","), cellHeight: size.height });
     cells.setAttribute("aria-label",
       `Heat map: ${many(rows.length, "row")} of ranks by ${many(layers.length, "layer")}, coloured by number of copies`);
   }
 
   function drawAxis(pen) {
     pen.fillStyle = colour("--quiet");
-    const numbers = label.filter((text, x) => text !== layers[x]);
+    const numbers = label.filter((_, x) => numbered[x]);
     const widest = Math.max(0, ...numbers.map((text) => pen.measureText(text).width));
     const every = [1, 2, 5, 10, 20, 50, 100].find((step) => step * size.width >= widest + 6) || 1000;
     label.forEach((text, x) => {
-      const numbered = text !== layers[x];
-      if (numbered && Number(text) % every) return; // 0, 5, 10 …
+      if (lostBytes[x]) {
+        pen.fillStyle = colour("--c0");
+        pen.fillRect(edges[x], size.top - BAR, edges[x + 1] - edges[x], BAR - 1);
+      }
+      if (numbered[x] && Number(text) % every) return; // 0, 5, 10 …
+      pen.fillStyle = colour(lostBytes[x] ? "--warn" : "--quiet");
       pen.save();
-      pen.translate(size.left + (x + 0.5) * size.width, size.top - 5);
-      if (numbered) {
+      pen.translate((edges[x] + edges[x + 1]) / 2, size.top - BAR - 3);
+      if (numbered[x]) {
         pen.translate(0, -4);
         pen.textAlign = "center";
       } else {
@@ -168,6 +194,18 @@
       fill(sharp(swatch, 14, 14), shade, number, 0, 0, 14, 14);
       return item;
     }));
+    if (!data.loss) return;
+    const mine = [
+      ["a lost rank", (pen) => { fill(pen, shade, 1, 0, 0, 14, 14); strike(pen, shade, 0, 0, 14, 14); }],
+      ["a layer that lost elements for good", (pen) => { pen.fillStyle = shade[0]; pen.fillRect(0, 5, 14, BAR - 1); }],
+    ];
+    for (const [text, paint] of mine) {
+      const item = document.createElement("li");
+      const swatch = document.createElement("canvas");
+      item.append(swatch, text);
+      legend.append(item);
+      paint(sharp(swatch, 14, 14));
+    }
   }
 
   // ------------------------------------------------------------------------------------------ pointing and walking
@@ -183,9 +221,14 @@
     const cell = at[row].get(layer);
     const { ranks, count, domains } = rows[row];
     tip.replaceChildren();
-    element("b", `rank ${some(ranks, count)}`, tip);
-    if (kind !== "rank") element("div", `${kind} ${domains.length > 60 ? `${domains.slice(0, 60)}…` : domains}`, tip);
+    element("b", `rank${count > 1 ? "s" : ""} ${some(ranks, count)}`, tip);
+    if (kind !== "rank") element("div", `${kind}${/[,-]/.test(domains) ? "s" : ""} ${domains.length > 60 ? `${domains.slice(0, 60)}…` : domains}`, tip);
+    if (lostRanks[row]) {
+      const lost = count > 1 ? `${lostRanks[row].toLocaleString("en")} of ${many(count, "rank")} lost` : "lost";
+      element("div", lost, tip).className = "verdict bad";
+    }
     element("code", layers[layer], tip);
+    if (lostBytes[layer]) element("div", `${bytes(lostBytes[layer])} of it cannot be rebuilt`, tip).className = "verdict bad";
     if (!cell) {
       element("div", "holds nothing of this layer", tip);
       return;
@@ -213,9 +256,9 @@
     here = { row, layer };
     describe(row, layer);
     tip.hidden = false;
-    mark.style.left = `${size.left + layer * size.width - 2}px`;
+    mark.style.left = `${edges[layer] - 2}px`;
     mark.style.top = `${size.top + row * size.height - 2}px`;
-    mark.style.width = `${size.width + 3}px`;
+    mark.style.width = `${edges[layer + 1] - edges[layer] + 3}px`;
     mark.style.height = `${size.height + 3}px`;
     mark.hidden = false;
     place();
@@ -243,7 +286,7 @@
   }
 
   cells.addEventListener("pointermove", (event) => {
-    const layer = Math.floor((event.offsetX - size.left) / size.width);
+    const layer = edges.findLastIndex((edge) => edge <= event.offsetX);
     const row = Math.floor(event.offsetY / size.height);
     if (layer >= 0 && layer < layers.length && row >= 0 && row < rows.length) show(row, layer);
     else hide();

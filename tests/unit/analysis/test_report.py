@@ -134,6 +134,7 @@ def test_a_large_job_of_which_no_two_ranks_are_alike_has_neighbours_in_a_column(
 
 def test_layers_are_in_the_order_of_the_model():
     assert [layer_of(n) for n in ("a.b.3.c.4", "head.weight", "7.w", "w")] == ["a.b.3", "head", "7", "w"]
+    assert [layer_of(n) for n in ("a.norm.weight", "a.b.c.d.bias", "a.w")] == ["a.norm", "a.b", "a"]
     sets = RankSets()
     own = np.array([[sets.number((0,))]])
     names = sorted(["l.10.w", "l.2.w", "l.2.b", "norm"])

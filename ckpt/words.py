@@ -1,0 +1,27 @@
+"""Numbers in words, the same wherever they are told: sizes and counts."""
+
+from __future__ import annotations
+
+
+def size(nbytes: float) -> str:
+    """Return a size in bytes for people.
+
+    >>> [size(n) for n in (0, 999, 1500, 2_000_000, 3_210_000_000)]
+    ['0 B', '999 B', '1.50 kB', '2.00 MB', '3.21 GB']
+    """
+    if nbytes < 1000:
+        return f"{nbytes:.0f} B"
+    value, units = nbytes / 1000, ["kB", "MB", "GB", "TB", "PB"]
+    while value >= 999.995 and len(units) > 1:  # 999.999 would be printed as 1000.00
+        value /= 1000
+        units.pop(0)
+    return f"{value:.2f} {units[0]}"
+
+
+def count(number: int, noun: str, plural: str | None = None) -> str:
+    """Return a number of things.
+
+    >>> count(1, "host"), count(16384, "rank"), count(2, "copy", "copies")
+    ('1 host', '16,384 ranks', '2 copies')
+    """
+    return f"{number:,} {noun if number == 1 else plural or f'{noun}s'}"
