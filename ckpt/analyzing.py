@@ -95,7 +95,12 @@ def analyze(
     comm = communicator()
     with comm.joint("analyze", timeout):
         if isinstance(engine, Mapping) and not isinstance(engine, EngineAdapter):
-            unused = {"domains": domains, "lose": lose, "k": k, "audit": audit if isinstance(audit, AuditReport) else audit or None}
+            unused = {
+                "domains": domains,
+                "lose": lose,
+                "k": k,
+                "audit": audit if isinstance(audit, AuditReport) else audit or None,
+            }
             return content_of(comm, _plain_only(engine, [n for n, v in unused.items() if v is not None]))
         return _analyze_engine(comm, engine, domains, lose, 1 if k is None else k, audit)
 

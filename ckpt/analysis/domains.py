@@ -92,7 +92,7 @@ class Domains:
         problems = [f"rank {r!r}: not in this job of {count(world, RANK)}" for r in found if r not in range(world)]
         lacking = [rank for rank in range(world) if rank not in found]
         if lacking:
-            problems.append(f"no {kind} is given for rank{"s" * (len(lacking) > 1)} {spans(lacking)}")
+            problems.append(f"no {kind} is given for {'ranks' if len(lacking) > 1 else 'rank'} {spans(lacking)}")
         problems += [f"rank {r}: in several {kind}s: {', '.join(n)}" for r, n in found.items() if len(set(n)) > 1]
         problems += [f"rank {r}: its {kind} has an empty name" for r, n in found.items() if not n[0].strip()]
         _complain(f"{kind} domains", problems)

@@ -62,7 +62,10 @@ class HeatColumn(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HeatMap(msgspec.Struct, frozen=True, kw_only=True):
-    """Data of the heat map. ``layers``: in the order of the model, as far as names tell; ``held``: the distinct lists of roles held."""
+    """Data of the heat map.
+
+    ``layers``: in the order of the model, as far as names tell; ``held``: the distinct lists of roles held.
+    """
 
     layers: tuple[str, ...]
     held: tuple[tuple[HeatRole, ...], ...]

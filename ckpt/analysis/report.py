@@ -99,13 +99,12 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
             f"{total.redundant_share:.1%} redundant"
         ]
         lines += [
-            f"{size(one.bytes)} ({one.kind}, like {one.example!r}): {one.verdict}"
-            for one in self.classes[:_SHOWN]
+            f"{size(one.bytes)} ({one.kind}, like {one.example!r}): {one.verdict}" for one in self.classes[:_SHOWN]
         ]
         lines += [f"… and {len(self.classes) - _SHOWN} more classes"] if len(self.classes) > _SHOWN else []
         lines += [
-            f"{count(row.lost, self.domain_kind)} lost: at least {row.bytes.worst_share:.1%} of the state is still held, "
-            f"{row.bytes.expected_share:.1%} expected"
+            f"{count(row.lost, self.domain_kind)} lost: at least {row.bytes.worst_share:.1%} of the state "
+            f"is still held, {row.bytes.expected_share:.1%} expected"
             for row in self.survival[1:4]
         ]
         if self.loss is not None:

@@ -83,7 +83,9 @@ def _domains_in(plain: dict[str, Any], world: int, hosts: Domains | None, where:
         kind = str(plain.get("kind", kind))
         unknown = sorted(set(plain) - {"kind", "domains"})
         if unknown:
-            raise ConfigError(f"{where}: unknown key{'s' * (len(unknown) > 1)} beside kind and domains: {', '.join(unknown)}")
+            raise ConfigError(
+                f"{where}: unknown key{'s' * (len(unknown) > 1)} beside kind and domains: {', '.join(unknown)}"
+            )
     if not (isinstance(named, Mapping) and named):
         raise ConfigError(f"{where}: domains: expected names and their ranks, found {type(named).__name__}")
     found: dict[str, list[int]] = {}

@@ -30,9 +30,8 @@ if TYPE_CHECKING:
     from ckpt.cli.subject import Subject
 
 
-LOSS_HINT = (
-    " A row that is struck through is lost. A bar above a layer: some of it cannot be rebuilt from the ranks that are left."
-)
+LOSS_HINT = " A row that is struck through is lost. A bar above a layer: some of it cannot be rebuilt."
+"""Behind what a row and a column are, if there is a named loss."""
 
 
 def write(path: str, subject: Subject, report: Report) -> None:

@@ -188,7 +188,9 @@ def print_verification(result: Verification) -> None:
     checked = (
         f"checked step {', '.join(map(str, result.steps))}" if result.steps else "no committed checkpoint to check"
     )
-    out.print(f"{checked}: {count(result.tensors, 'tensor')}, {count(result.chunks, 'chunk')}, {size(result.bytes_read)} read")
+    out.print(
+        f"{checked}: {count(result.tensors, 'tensor')}, {count(result.chunks, 'chunk')}, {size(result.bytes_read)} read"
+    )
     if result.garbage_bytes:
         out.print(f"{size(result.garbage_bytes)} of garbage")
     out.print(shown("DAMAGED", "bold red") if result.damaged else shown("no damage", "green"))

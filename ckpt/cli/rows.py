@@ -36,8 +36,8 @@ class MergedClass(NamedTuple):
         """Say how often its roles are held, those that are held alike together."""
         if self.more:
             copies = [one.copies for one in self.roles]
-            names = ", ".join(dict.fromkeys(one.role for one in self.roles))
-            return f"{names}, one value a tensor: {min(copies):,} to {max(copies):,}"
+            listed = ", ".join(dict.fromkeys(one.role for one in self.roles))
+            return f"{listed}, one value a tensor: {min(copies):,} to {max(copies):,}"
         alike: dict[tuple[int, int], list[str]] = {}
         for one in self.roles:
             alike.setdefault((one.copies, one.domains), []).append(one.role)
@@ -45,14 +45,14 @@ class MergedClass(NamedTuple):
         for (held, domains), names in sorted(alike.items()):
             on = "" if domain == "rank" or held == 0 else f" on {count(domains, domain)}"
             said.append(f"{', '.join(names)}: {held:,}{on}")
-        what = f"{self.first.kind}: " if self.first.kind in ("parameter", "state") else ""
+        what = {"parameter": "frozen, ", "state": "state, "}.get(self.first.kind, "")
         return what + "; ".join(said)
 
     def survives(self, domain: str) -> str:
         """Say how many losses it survives, whichever they are."""
         tolerance = self.first.tolerance
         said = "is lost" if tolerance < 0 else f"any {count(tolerance, domain)}" if tolerance else "none"
-        return f"{said}, or more" if self.more else said
+        return f"at worst {said}" if self.more else said
 
     def verdict(self) -> str:
         """Say what follows."""

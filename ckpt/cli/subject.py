@@ -159,7 +159,9 @@ def _found(tested: Redundancy) -> str:
     """Say what the save found of the job's claims, and what it did not record."""
     if not tested.claimed:
         return "the ranks held nothing twice"
-    differed = f"{size(tested.refuted)} differed and are not counted as redundant" if tested.refuted else "all were equal"
+    differed = (
+        f"{size(tested.refuted)} differed and are not counted as redundant" if tested.refuted else "all were equal"
+    )
     return (
         f"the save compared {size(tested.claimed)} of copies: {differed}; "
         f"how much of them was constant (zeros), which proves nothing, was not recorded"

@@ -44,7 +44,8 @@ def model_of(plain: Mapping[str, Any], where: str) -> tuple[ModelSpec, dict[str,
     if "model_type" in plain:
         return model_of_config(plain, where), {}
     raise ConfigError(
-        f"{where}: expected a Hugging Face config.json (with model_type) or a file of shapes (with tensors, docs/shapes.md)"
+        f"{where}: expected a Hugging Face config.json (with model_type) or a file of shapes (with tensors, see "
+        "docs/shapes.md)"
     )
 
 

@@ -194,7 +194,7 @@ class Parallel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
                 yield f"{self.hosts} hosts of {self.ranks_per_host} ranks are not {self.ranks} ranks"
         elif self.hosts is not None and self.ranks % self.hosts:
             uneven = f"{self.ranks} ranks do not fill {self.hosts} hosts evenly"
-            yield f"{uneven}: give --ranks-per-host (in a file ranks_per_host)"
+            yield f"{uneven}: give --ranks-per-host instead (in a file ranks_per_host)"
 
     def _engine_problems(self) -> Iterator[str]:
         if self.shard is not None and self.shard != self.data and self.kind != "fsdp2":

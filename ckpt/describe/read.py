@@ -60,10 +60,10 @@ def parse(text: str | bytes, where: str) -> dict[str, Any]:
 def _reason(error: Exception) -> str:
     """Return what is wrong in one line: PyYAML draws the place over several."""
     if isinstance(error, yaml.MarkedYAMLError):
-        said = ", ".join(part for part in (error.context, error.problem) if part)
-        mark = error.problem_mark or error.context_mark
-        where = "" if mark is None else f"line {mark.line + 1}, column {mark.column + 1}: "
-        return where + " ".join(said.split())
+        marks = (error.context_mark, error.problem_mark)
+        places = ["" if m is None else f"in line {m.line + 1}, column {m.column + 1}" for m in marks]
+        said = [f"{text} {place}" for text, place in zip((error.context, error.problem), places, strict=True) if text]
+        return _short_text(", ".join(" ".join(one.split()) for one in said), 400)
     return _short_text(" ".join(str(error).split())) or type(error).__name__
 
 

@@ -97,9 +97,7 @@ def _lines(tensors: Mapping[str, Any], where: str) -> dict[str, _Line]:
     return found
 
 
-def _tensors(
-    file: _File, described: Mapping[str, _Line], rules: Rules, problems: list[str]
-) -> Iterator[Described]:
+def _tensors(file: _File, described: Mapping[str, _Line], rules: Rules, problems: list[str]) -> Iterator[Described]:
     place = "first"
     for in_layers, block in groupby(described.items(), key=lambda item: LAYER in item[0]):
         lines = list(block)

@@ -70,8 +70,8 @@ def parts_of(engine: object) -> Parts:
     """
     if isinstance(engine, Mapping) and any(isinstance(value, torch.Tensor) for value in engine.values()):
         raise ConfigError(
-            f"engine of type {class_name(engine)}: this is a state dict of tensors, which says nothing of who holds what: "
-            "pass the module itself, or (model, optimizer); ckpt.analyze takes a state dict to look for equal content"
+            f"engine of type {class_name(engine)}: a state dict of tensors does not say who holds what: pass the "
+            "module itself, or (model, optimizer); ckpt.analyze takes a state dict to look for equal content"
         )
     parts, problems = Parts(), list[str]()
     for where, item, grouped, expected in _items(engine):

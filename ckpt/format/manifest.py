@@ -23,6 +23,7 @@ from ckpt.format.digest import check_form, digest
 from ckpt.format.holders import HolderTable
 from ckpt.layout.box import Box
 from ckpt.layout.spec import ITEMSIZE, TensorSpec
+from ckpt.words import count
 
 VERSION = 1
 FEATURES: frozenset[str] = frozenset()
@@ -135,7 +136,7 @@ class DivergingElements(msgspec.Struct, frozen=True, kw_only=True):
     def __str__(self) -> str:
         by = "" if self.max_abs is None else f", by at most {self.max_abs:.6g}"
         odd = f", {self.unordered} of them NaN or infinite" if self.unordered else ""
-        return f"{self.elements} element(s) in {Box(self.offsets, self.sizes)}{by}{odd}"
+        return f"{count(self.elements, 'element')} in {Box(self.offsets, self.sizes)}{by}{odd}"
 
 
 class Divergence(msgspec.Struct, frozen=True, kw_only=True):

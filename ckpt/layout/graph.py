@@ -96,7 +96,9 @@ class ShardGraph:
     def check(self) -> None:
         """Raise :class:`LayoutError` with every problem, if there is any."""
         if self.problems:
-            raise LayoutError(f"the ranks' shards do not form a whole ({count(len(self.problems), 'problem')})", self.problems)
+            raise LayoutError(
+                f"the ranks' shards do not form a whole ({count(len(self.problems), 'problem')})", self.problems
+            )
 
     def bytes_held(self) -> int:
         """Bytes that all ranks hold together."""

@@ -113,7 +113,7 @@ def test_a_save_tells_the_same_for_free(tmp_path: Path):
     found = run(2, "saved_with_faults", root=str(tmp_path), engine={"stage": 1, "dtype": "bf16"})
     norm = [line for line in found["divergences"] if "'norm.weight' (param)" in line]
     assert len(norm) == 1
-    assert "replicas differ in 3 element(s) in [4:7], by at most 0.5" in norm[0]
+    assert "replicas differ in 3 elements in [4:7], by at most 0.5" in norm[0]
     assert any("'blocks.1.proj.bias' (param): param is not cast(master)" in line for line in found["underived"])
     assert found["n"] >= 48
 

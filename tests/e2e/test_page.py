@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -66,9 +67,13 @@ class Looking:
     def count(self) -> int:
         return int(self.cells["cells"])
 
+    @property
+    def columns(self) -> list[tuple[float, float]]:
+        """Where each layer begins and ends."""
+        return list(pairwise(float(edge) for edge in self.cells["edges"].split(",")))
+
     def _place(self, row: int, layer: int) -> tuple[float, float]:
-        edges = [float(edge) for edge in self.cells["edges"].split(",")]
-        left, right = edges[layer : layer + 2]
+        left, right = self.columns[layer]
         return left + 0.4 * (right - left), (row + 0.3) * float(self.cells["cellHeight"])
 
     def colour(self, row: int, layer: int) -> str:
@@ -112,14 +117,14 @@ def test_cells_have_the_colour_of_their_number_of_copies(page: Page, made: Any) 
 def test_what_a_rank_does_not_hold_has_no_cell(page: Page, made: Any) -> None:
     stages = Looking(page, made("--pp", "2", "--stages", "1,2"))
     assert stages.count == 2 + 2
-    assert stages.colour(0, 1) == stages.style("--empty") != stages.colour(1, 1)  # blocks.1 is of the second stage
-    assert "holds nothing of this layer" in stages.hover(0, 1)
+    assert stages.colour(0, 2) == stages.style("--empty") != stages.colour(1, 2)  # blocks.1 is of the second stage
+    assert "holds nothing of this layer" in stages.hover(0, 2)
 
 
 def test_pointing_at_a_cell_says_who_and_what(page: Page, made: Any) -> None:
     seen = Looking(page, made("--dp", "4", "--zero", "1", "--ranks-per-host", "2"))
     assert seen.tip == ""
-    tip = seen.hover(2, 1)
+    tip = seen.hover(2, 2)
     for text in ("rank 2", "host 1", "blocks.1", "must be written"):
         assert text in tip, tip
     assert re.search(r"param\s+4\s+2", tip)  # copies, hosts
@@ -133,7 +138,7 @@ def test_the_keyboard_reaches_every_cell(page: Page, made: Any) -> None:
     page.run("document.getElementById('count').focus()")
     page.press("Tab")
     assert "rank 0" in seen.tip
-    for key in ("ArrowDown", "ArrowDown", "ArrowRight", "ArrowRight", "ArrowLeft"):
+    for key in ("ArrowDown", "ArrowDown", "ArrowRight", "ArrowRight", "ArrowRight", "ArrowLeft"):
         page.press(key)
     assert "rank 2" in seen.tip
     assert "blocks.1" in seen.tip
@@ -161,10 +166,45 @@ def test_legend_summary_and_survival_are_there(page: Page, made: Any) -> None:
         "0: nobody has it", "1 copy", "2", "3–4", "5–8", "9–16", "17–64", "65 and more",
         "a lost rank", "a layer that lost elements for good",
     ]  # fmt: skip
-    assert page.run("document.querySelectorAll('#legend li:not(.unused)').length") == 4  # 1 copy, 3 to 4, and what a loss adds
+    assert (
+        page.run("document.querySelectorAll('#legend li:not(.unused)').length") == 4
+    )  # 1 copy, 3 to 4, and what a loss adds
     main = seen.text("main")
     for text in ("412.67 GB", "ranks on 16 hosts", "93.75 %", "Loss of ranks 24-31 (host 3)", "the paper's number"):
         assert text in main, text
+
+
+def test_lost_rows_and_layers_that_cannot_be_rebuilt_are_marked(page: Page, made: Any) -> None:
+    def barred(seen: Looking) -> list[bool]:
+        bottom = page.run("document.getElementById('axis').height - 4")
+        pen = "document.getElementById('axis').getContext('2d')"
+        return [page.run(f"{pen}.getImageData({(a + b) / 2}, {bottom}, 1, 1).data[3]") > 0 for a, b in seen.columns]
+
+    def struck(seen: Looking, row: int) -> bool:
+        middle = (row + 0.5) * float(seen.cells["cellHeight"]) - 1
+        pen = "document.getElementById('cells').getContext('2d')"
+        return page.run(f"Array.from({pen}.getImageData(200, {middle}, 1, 1).data)")[:3] == [0, 0, 0]
+
+    seen = Looking(page, made("--engine", "fsdp2", "--dp", "2", "--lose", "rank:1"))
+    assert [struck(seen, row) for row in (0, 1)] == [False, True]
+    assert barred(seen) == [True] * 4  # of each layer a half was on rank 1 alone
+    assert "lost\n" in seen.hover(1, 1)
+    assert "lost\n" not in seen.hover(0, 1)
+    assert "of it cannot be rebuilt" in seen.tip
+    unused = "document.querySelector('#legend li:last-child').classList.contains('unused')"
+    assert not page.run(unused)
+    seen = Looking(page, made("--engine", "ddp", "--dp", "2", "--lose", "rank:1"))
+    assert [struck(seen, row) for row in (0, 1)] == [False, True]
+    assert barred(seen) == [False] * 4  # rank 0 has everything
+    assert "of it cannot be rebuilt" not in seen.hover(1, 1)
+    assert page.run(unused)
+
+
+def test_layers_stand_in_the_order_of_the_model_and_their_names_apart(page: Page, made: Any) -> None:
+    seen = Looking(page, made("--preset", "llama3-405b"))
+    of_first, of_last = ([seen.hover(row, n).split("\n")[2] for n in (0, 1, 126, 127, 128)] for row in (0, 511))
+    assert of_first == of_last == ["model.embed_tokens", "model.layers.0", "model.layers.125", "model.norm", "lm_head"]
+    assert min(right - left for left, right in seen.columns[-2:]) >= 12  # as wide as a letter is high
 
 
 def test_a_job_of_16384_ranks_fits_into_the_page(page: Page, made: Any) -> None:

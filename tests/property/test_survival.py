@@ -324,8 +324,9 @@ def test_the_report_does_not_show_who_told_the_holdings(layouts, data):
     holdings = holdings_of(ShardGraph.build(layouts))
     domains = Domains.by_host(len(layouts), 2)
     lost = [len(layouts) - 1]
-    first = analyze(holdings, domains, lost=lost, k=2)
-    assert analyze(renumbered(holdings, data), domains, lost=lost, k=2).to_json() == first.to_json()
+    k = min(2, len(domains.names))
+    first = analyze(holdings, domains, lost=lost, k=k)
+    assert analyze(renumbered(holdings, data), domains, lost=lost, k=k).to_json() == first.to_json()
     assert first.total.bytes_held == ShardGraph.build(layouts).bytes_held()
     assert first.total.bytes_unique == ShardGraph.build(layouts).bytes_unique()
     assert sum(one.bytes for one in first.classes) == first.total.bytes_unique

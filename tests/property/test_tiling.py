@@ -140,7 +140,7 @@ def test_a_rule_without_dim_is_a_whole_tensor() -> None:
     ("rule", "local", "degree", "message"),
     [
         (TensorRule(match="w", dim=2), (4, 4), 2, "cuts dimension 2"),
-        (TensorRule(match="w", dim=0, fused=(6, 3)), (4, 4), 2, "size 3 with 2 unit"),
+        (TensorRule(match="w", dim=0, fused=(6, 3)), (4, 4), 2, "size 3 cannot be cut into 2 equal parts"),
         (TensorRule(match="w", dim=0, fused=(6, 4)), (4, 4), 2, "expected 5 rows on each of 2 ranks, found 4"),
         (TensorRule(match="w", dim=0, size=100), (4, 4), 2, "2 x 4 rows, expected at least the size 100"),
         (TensorRule(match="w", dim=0, stride=3), (4, 4), 2, "4 rows cannot hold 3 equal parts"),
@@ -153,7 +153,7 @@ def test_shape_and_rule_that_do_not_fit(rule, local, degree, message) -> None:
 
 
 def test_fused_refuses_what_neither_side_divides() -> None:
-    with pytest.raises(LayoutError, match="cannot be cut for 4 ranks"):
+    with pytest.raises(LayoutError, match="tp 4 is no multiple of 3 heads"):
         fused([(12, 3)], 4, 0)
 
 

@@ -107,7 +107,7 @@ def run(*arguments: str | Path, code: int = 0) -> str:
 def test_ls_lists_steps_in_numeric_order_and_what_is_unfinished(root: Path) -> None:
     lines = run("ls", root).splitlines()
     assert [line.split()[0] for line in lines[1:3]] == ["9", "10"]
-    assert "1 diverging replica(s)" in lines[1]
+    assert "1 diverging replica" in lines[1]
     assert "begun and not committed: step 11" in lines[-1]
     document = json.loads(run("ls", root, "--json"))
     assert [row["step"] for row in document["checkpoints"]] == [9, 10]
@@ -139,7 +139,7 @@ def test_show_tells_where_every_tensor_is(root: Path) -> None:
         "scalar",
         "head.weight",
         "loader",
-        "replicas differ: scale (buffer) at ()+(), 1 element(s) in ()+(), by at most 0.25: ",
+        "replicas differ: scale (buffer) at ()+(), 1 element in ()+(), by at most 0.25: ",
     ):
         assert text in out, text
     document = json.loads(run("show", root, "--step", "9", "--json"))

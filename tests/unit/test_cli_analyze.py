@@ -104,7 +104,7 @@ def test_a_checkpoint_gives_the_report_of_the_job_that_wrote_it(tmp_path: Path, 
     found = document(tmp_path / "root")
     assert json.dumps(found["report"]) == json.dumps(msgspec.to_builtins(by_host))
     assert found["source"]["kind"] == "checkpoint"
-    assert found["source"]["layout"].startswith("saved by 4 rank(s) of fake at ")
+    assert found["source"]["layout"].startswith("saved by 4 ranks of fake at ")
     assert found["paper"] is None  # a checkpoint does not tell where gradients are
     assert document(tmp_path / "root", "--step", "1", "--domains", "rank")["report"]["domain_count"] == 4
     assert "4 ranks on 1 host;" in run(tmp_path / "root")
@@ -130,8 +130,8 @@ def test_what_differed_when_a_checkpoint_was_saved_is_not_redundant(tmp_path: Pa
     (lost,) = [one for one in found["report"]["loss"]["tensors"] if one["bytes"]]
     assert (lost["fqn"], lost["bytes"], lost["boxes"]) == ("emb", emb, [[[0, 0], [6, 4]]])
     (note,) = found["source"]["notes"]
-    assert f"{emb} B (not counted here) differed when this was saved" in note
-    assert "which proves nothing, is not recorded" in note
+    assert f" of copies: {emb} B differed and are not counted as redundant" in note
+    assert "which proves nothing, was not recorded" in note
     assert f"note: {note[:40]}" in run(tmp_path / "root")
 
 
@@ -203,6 +203,34 @@ def test_hosts_are_the_default_where_they_are_known(shapes: Path) -> None:
     assert "the hosts of tiny are not known" in error["message"]
 
 
+def test_what_is_assumed_of_hosts_is_said_only_where_they_matter(shapes: Path) -> None:
+    for more, said in (((), True), (("--domains", "rank"), False), (("--domains", "rank", "--lose", "host:1"), True)):
+        assert ("hosts of 8 ranks are assumed" in run("--model", shapes, "--dp", "16", *more)) == said
+
+
+def test_a_lost_host_may_be_named_whatever_fails(shapes: Path) -> None:
+    found = document("--model", shapes, "--dp", "16", "--domains", "rank", "--lose", "host:1,rank:0")["report"]
+    assert (found["domain_kind"], found["loss"]["ranks"]) == ("rank", "0,8-15")
+    error = document("--model", shapes, "--lose", "host:0", code=2)["error"]["message"]
+    assert error == "--lose host:0: hosts are not known: give --ranks-per-host"
+    error = document("--model", shapes, "--domains", "host", code=2)["error"]["message"]
+    assert error == "--domains host: the hosts of tiny are not known: give --ranks-per-host"
+    (problem,) = problems("--model", shapes, "--lose", "rank:9")
+    assert problem == "'rank:9' names no rank of this job: ranks are 0 to 3"
+
+
+def test_more_losses_than_there_are_hosts_are_refused(shapes: Path) -> None:
+    arguments = ("--model", shapes, "--ranks-per-host", "2")
+    error = document(*arguments, "--k", "5", code=2)["error"]["message"]
+    assert error == "--k 5: expected at most 2 hosts, the job has no more"
+    assert document(*arguments, "--k", "2")["report"]["k"] == 2
+
+
+def test_errors_speak_of_options(shapes: Path) -> None:
+    assert "give --ranks-per-host instead" in problems("--model", shapes, "--hosts", "3")[0]
+    assert "(--stages, in a file stages)" in problems("--model", shapes, "--pp", "3")[0]
+
+
 def test_domains_come_from_a_file(shapes: Path, tmp_path: Path) -> None:
     racks = tmp_path / "racks.yaml"
     racks.write_text("kind: rack\ndomains: {a: 'host:0-1', b: '4-6', c: [7]}")
@@ -219,10 +247,10 @@ def test_domains_come_from_a_file(shapes: Path, tmp_path: Path) -> None:
     ("text", "said"),
     [
         ("{a: 0-3, b: 3-9}", ["b: lost domains 'rank:3-9'"]),
-        ("{a: 0-5}", ["no domain is given for rank(s) 6-7"]),
+        ("{a: 0-5}", ["no domain is given for ranks 6-7"]),
         ("{a: 0-7, b: 7}", ["rank 7: in several domains: a, b"]),
         ("{kind: rack, domains: [1]}", ["expected names and their ranks, found list"]),
-        ("{kind: rack, domains: {a: 0-7}, colour: red}", ["unknown key(s) beside kind and domains: colour"]),
+        ("{kind: rack, domains: {a: 0-7}, colour: red}", ["unknown key beside kind and domains: colour"]),
         ("{a: {x: 1}, b: 1.5}", ["a: expected ranks", "b: expected ranks"]),
         ("[1, 2]", ["expected a mapping"]),
     ],
@@ -258,6 +286,25 @@ def test_the_tables_say_what_zero_1_means() -> None:
         "Degrees are not: tp 4 x pp 2 fills a host of 8",
     ):
         assert text in out, text
+
+
+def test_scalars_are_one_line_and_no_line_ends_in_blanks() -> None:
+    out = invoke("--preset", "llama3-405b").stdout
+    assert [line for line in out.splitlines() if line != line.rstrip()] == []
+    (line,) = [line for line in out.splitlines() if line.startswith("step, ")]
+    assert " ".join(line.split()) == (
+        "step, one value a tensor: 8 to 96 at worst none 4.55 kB the rarest: step 8 times on 1 host: must be written"
+    )
+
+
+def test_the_title_of_a_loss_names_ranks_and_hosts() -> None:
+    titles = {
+        "rank:7": "rank 7",
+        "host:3": "ranks 24-31 (host 3)",
+        "host:3,host:7": "ranks 24-31, 56-63 (hosts 3, 7)",
+    }
+    for lost, title in titles.items():
+        assert f"Loss of {title}\n" in run("--preset", "yi-34b", "--lose", lost)
 
 
 def test_the_tables_say_what_plain_data_parallelism_means(shapes: Path) -> None:
@@ -333,10 +380,19 @@ def test_list_presets_stands_alone() -> None:
     invoke("--list-presets", "--dp", "2", code=2)
 
 
+def test_an_error_of_yaml_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "bad.yaml").write_text("tensors:\n  a: [1\n  - b\n")
+    said = invoke("--model", tmp_path / "bad.yaml", code=2).stderr
+    assert said.count("\n") == 1
+    assert "\\n" not in said
+    assert "bad.yaml: neither JSON nor YAML: while parsing a flow sequence in line 2, column 6, expected" in said
+    assert said.endswith(" in line 4, column 1\n")
+
+
 def test_errors_list_their_problems_on_lines_of_their_own(shapes: Path) -> None:
     result = invoke("--model", shapes, "--step", "1", "--k", "0", code=2)
     assert result.stderr == (
-        "ConfigError: ckpt analyze: 2 problem(s)\n  - --k 0: expected at least 1\n  - --step: only with ROOT\n"
+        "ConfigError: ckpt analyze: 2 problems\n  - --k 0: expected at least 1\n  - --step: only with ROOT\n"
     )
     assert result.stdout == ""
 

@@ -84,10 +84,10 @@
     }
   }
 
-  function strike(pen, shade, x, y, width, height) { // a lost row: a line that shows on every colour
-    const thick = Math.max(1, Math.min(3, height / 5));
+  function strike(pen, shade, x, y, width, height) { // a line that shows on every colour; low cells are all line
+    const thick = height < 8 ? height : Math.max(2, height / 6);
     pen.fillStyle = shade.paper;
-    pen.fillRect(x, y + (height - thick) / 2 - 1, width, thick + 2);
+    if (thick < height) pen.fillRect(x, y + (height - thick) / 2 - 1, width, thick + 2);
     pen.fillStyle = shade[0];
     pen.fillRect(x, y + (height - thick) / 2, width, thick);
   }
@@ -106,7 +106,7 @@
     probe.font = `11px ${getComputedStyle(document.body).fontFamily}`;
     const widest = (texts, most) => Math.min(most, Math.ceil(Math.max(0, ...texts.map((t) => probe.measureText(t).width))));
     size.left = widest(rowText, 150) + 10;
-    size.top = widest(label, 96) + 10 + BAR;
+    size.top = widest(label, 130) + 10 + BAR;
     const room = map.parentElement.clientWidth - size.left - EDGE;
     const names = numbered.filter((one) => !one).length;
     const even = room / Math.max(1, layers.length);
@@ -134,6 +134,7 @@
         used[number] += 1;
         const [x, next] = [edges[cell[LAYER]], edges[cell[LAYER] + 1]];
         fill(pen, shade, number, x, y * size.height, next - x - gap, size.height - slit);
+        if (lostRanks[y]) strike(pen, shade, x, y * size.height, next - x, size.height - slit);
       }
     });
     pen.fillStyle = shade.paper;
@@ -142,7 +143,6 @@
         pen.fillRect(size.left, y * size.height - 1, width - size.left, 1.5);
       }
     });
-    rows.forEach((row, y) => { if (lostRanks[y]) strike(pen, shade, size.left, y * size.height, right - size.left, size.height - slit); });
     pen.textAlign = "right";
     const every = Math.ceil(13 / size.height);
     rowText.forEach((text, y) => {
@@ -163,15 +163,17 @@
     const numbers = label.filter((_, x) => numbered[x]);
     const widest = Math.max(0, ...numbers.map((text) => pen.measureText(text).width));
     const every = [1, 2, 5, 10, 20, 50, 100].find((step) => step * size.width >= widest + 6) || 1000;
+    const centre = (x) => (edges[x] + edges[x + 1]) / 2;
+    const beside = (x, half) => numbered.some((one, n) => !one && Math.abs(centre(n) - centre(x)) < half + NAMED / 2);
     label.forEach((text, x) => {
       if (lostBytes[x]) {
         pen.fillStyle = colour("--c0");
         pen.fillRect(edges[x], size.top - BAR, edges[x + 1] - edges[x], BAR - 1);
       }
-      if (numbered[x] && Number(text) % every) return; // 0, 5, 10 …
+      if (numbered[x] && (Number(text) % every || beside(x, pen.measureText(text).width / 2))) return; // 0, 5, 10 …
       pen.fillStyle = colour(lostBytes[x] ? "--warn" : "--quiet");
       pen.save();
-      pen.translate((edges[x] + edges[x + 1]) / 2, size.top - BAR - 3);
+      pen.translate(centre(x), size.top - BAR - 3);
       if (numbered[x]) {
         pen.translate(0, -4);
         pen.textAlign = "center";
@@ -179,7 +181,7 @@
         pen.rotate(-Math.PI / 2);
         pen.textAlign = "left";
       }
-      pen.fillText(cut(pen, text, 96), 0, 0);
+      pen.fillText(cut(pen, text, 130), 0, 0);
       pen.restore();
     });
   }
@@ -196,13 +198,14 @@
     }));
     if (!data.loss) return;
     const mine = [
-      ["a lost rank", (pen) => { fill(pen, shade, 1, 0, 0, 14, 14); strike(pen, shade, 0, 0, 14, 14); }],
-      ["a layer that lost elements for good", (pen) => { pen.fillStyle = shade[0]; pen.fillRect(0, 5, 14, BAR - 1); }],
+      ["a lost rank", true, (pen) => { fill(pen, shade, 1, 0, 0, 14, 14); strike(pen, shade, 0, 0, 14, 14); }],
+      ["a layer that lost elements for good", lostBytes.some(Boolean), (pen) => { pen.fillStyle = shade[0]; pen.fillRect(0, 5, 14, BAR - 1); }],
     ];
-    for (const [text, paint] of mine) {
+    for (const [text, found, paint] of mine) {
       const item = document.createElement("li");
       const swatch = document.createElement("canvas");
       item.append(swatch, text);
+      item.classList.toggle("unused", !found);
       legend.append(item);
       paint(sharp(swatch, 14, 14));
     }
@@ -222,7 +225,7 @@
     const { ranks, count, domains } = rows[row];
     tip.replaceChildren();
     element("b", `rank${count > 1 ? "s" : ""} ${some(ranks, count)}`, tip);
-    if (kind !== "rank") element("div", `${kind}${/[,-]/.test(domains) ? "s" : ""} ${domains.length > 60 ? `${domains.slice(0, 60)}…` : domains}`, tip);
+    if (kind !== "rank") element("div", `${kind}${/,|^\d+-\d+$/.test(domains) ? "s" : ""} ${domains.length > 60 ? `${domains.slice(0, 60)}…` : domains}`, tip);
     if (lostRanks[row]) {
       const lost = count > 1 ? `${lostRanks[row].toLocaleString("en")} of ${many(count, "rank")} lost` : "lost";
       element("div", lost, tip).className = "verdict bad";

@@ -68,7 +68,7 @@ def test_json_carries_the_tight_box_and_what_was_compared():
 def test_texts_name_the_tensor_the_elements_and_the_ranks():
     exact = Finding(REPLICA, "w", "param", Box((0,), (4,)), ((0, 2), (1,)), Difference(Box((2,), (2,)), 2, 1, 0.25))
     assert str(exact) == (
-        "tensor 'w' (param): replica copies differ: 2 element(s) in [2:4], by at most 0.25, 1 of them NaN or infinite: "
+        "tensor 'w' (param): replica copies differ: 2 elements in [2:4], by at most 0.25, 1 of them NaN or infinite: "
         "rank(s) 0, 2; rank(s) 1"
     )
     coarse = Finding(DERIVATION, "w", "param", Box((0,), (4,)), ((0,), tuple(range(20))))
@@ -85,3 +85,10 @@ def test_only_one_layout_can_be_combined():
     other = AuditReport("xxh3-128:11", 2, (), ())
     with pytest.raises(ConfigError, match="of one layout, found 2: xxh3-128:00 of 2"):
         report([PROVED]) & other
+
+
+def test_an_audit_is_neither_true_nor_false() -> None:
+    clean = AuditReport("00", 2, (), ())
+    assert clean.clean
+    with pytest.raises(TypeError, match=r"ask report\.clean"):
+        bool(clean)

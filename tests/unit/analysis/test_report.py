@@ -137,10 +137,13 @@ def test_layers_are_in_the_order_of_the_model():
     assert [layer_of(n) for n in ("a.norm.weight", "a.b.c.d.bias", "a.w")] == ["a.norm", "a.b", "a"]
     sets = RankSets()
     own = np.array([[sets.number((0,))]])
-    names = sorted(["l.10.w", "l.2.w", "l.2.b", "norm"])
+    before, behind = ["a.wte.w", "z.embed_tokens.w"], ["a.norm.w", "final", "a.lm_head.w", "embed_out.w"]
+    names = sorted(["l.10.w", "l.2.w", "l.2.b", *before, *behind])
     column = (RoleColumn(PARAM, "float32"),)
     tensors = tuple(TensorRows(n, (1,), column, False, np.array([1]), own) for n in names)
-    assert analyze(Holdings(1, sets, tensors), Domains.by_rank(1)).heat.layers == ("l.2", "l.10", "norm")
+    assert analyze(Holdings(1, sets, tensors), Domains.by_rank(1)).heat.layers == (
+        "a.wte", "z.embed_tokens", "l.2", "l.10", "a.norm", "final", "a.lm_head", "embed_out",
+    )  # fmt: skip
 
 
 def test_json_is_plain_sorted_and_stable():
@@ -156,6 +159,8 @@ def test_bad_arguments():
         analyze(data_parallel(8, zero=1), Domains.by_rank(4))
     with pytest.raises(ConfigError, match="at least 1, found 0"):
         analyze(data_parallel(8, zero=1), Domains.by_rank(8), k=0)
+    with pytest.raises(ConfigError, match="k: 5 hosts to be lost at once, the job has 4 hosts"):
+        analyze(data_parallel(8, zero=1), Domains.by_host(8, 2), k=5)
     with pytest.raises(ConfigError, match="host:9"):
         analyze(data_parallel(8, zero=1), Domains.by_host(8, 2), lost="host:9")
 
@@ -163,11 +168,11 @@ def test_bad_arguments():
 def test_the_short_form_says_what_is_held_what_survives_and_what_is_lost() -> None:
     text = str(analyze(data_parallel(4, zero=1), Domains.by_rank(4), lost="rank:0"))
     assert text.splitlines() == [
-        "4 rank(s) on 4 rank(s): 2 tensors, 480 parameters; 9.6 kB held, 5.8 kB unique, 960 B derivable, 30.1% redundant",
-        "  5.8 kB (trained, like 'blocks.0.w'): parameter everywhere, optimizer slice once: must be written",
+        "4 ranks: 2 tensors, 480 parameters; 9.63 kB held, 5.77 kB unique, 960 B derivable, 30.1% redundant",
+        "  5.76 kB (trained, like 'blocks.0.w'): parameter everywhere, optimizer slice once: must be written",
         "  8 B (scalar, like 'blocks.0.w'): every copy elsewhere: survives any 3 ranks",
-        "  1 rank(s) lost: at least 75.0% of the state is still held, 75.0% expected",
-        "  2 rank(s) lost: at least 50.1% of the state is still held, 50.1% expected",
-        "  3 rank(s) lost: at least 25.1% of the state is still held, 25.1% expected",
-        "  the loss of 0: 2 tensor(s), 120 element(s) (1.4 kB) cannot be rebuilt",
+        "  1 rank lost: at least 75.0% of the state is still held, 75.0% expected",
+        "  2 ranks lost: at least 50.1% of the state is still held, 50.1% expected",
+        "  3 ranks lost: at least 25.1% of the state is still held, 25.1% expected",
+        "  the loss of rank 0: 2 tensors, 120 elements (1.44 kB) cannot be rebuilt",
     ]

@@ -25,8 +25,8 @@ def test_everything_that_does_not_fit_is_told_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
         Description(model_of_config(SMALL), Parallel(engine="megatron", zero=1, tp=3, dp=3, ep=3))
     message = str(caught.value)
-    assert "self_attn.q_proj.weight' [16, 16], tp 3" in message
-    assert "mlp.experts.0.gate_proj.weight' [8, 16], tp 3" in message
+    assert "self_attn.q_proj.weight' [16, 16]: tp 3 does not divide 4 heads" in message
+    assert "mlp.experts.0.gate_proj.weight' [8, 16]: tp 3 does not divide size 8" in message
     assert "ep 3 does not divide the 4 experts" in message
 
 

@@ -1,12 +1,22 @@
 from __future__ import annotations
 
-import pytest
+import re
+from pathlib import Path
 
+import pytest
+from click.testing import CliRunner
+
+from ckpt.cli.main import cli
+from ckpt.describe.huggingface import MODEL_TYPES
 from ckpt.describe.load import describe, read_model
-from ckpt.describe.model import Split, Tied
+from ckpt.describe.model import KINDS, PLACES, Split, Tied
+from ckpt.describe.parallel import ENGINES, STATE, Parallel
 from ckpt.describe.read import parse
-from ckpt.describe.shapes import model_of_shapes
+from ckpt.describe.shapes import _File, _Line, model_of_shapes
 from ckpt.errors import ConfigError
+from ckpt.layout.rules import TensorRule
+
+DOCUMENT = (Path(__file__).resolve().parents[3] / "docs/shapes.md").read_text(encoding="utf-8")
 
 FILE = """
 name: small
@@ -61,7 +71,7 @@ def test_a_file_says_its_layout_and_keywords_override_it(tmp_path) -> None:
         ("tensors: {a: {shape: [1], stage: middle}}", "stage 'middle', expected one of first, last, ends, every"),
         ("tensors: {a: {shape: [1], colour: red}}", "colour"),
         ("tensors: {a: {shape: 3}}", "Expected `array`"),
-        ("tensors: {a: {shape: [2], tp: {dim: 3}}, b: {shape: [2], kind: odd}}", "2 problem(s)"),
+        ("tensors: {a: {shape: [2], tp: {dim: 3}}, b: {shape: [2], kind: odd}}", "2 problems"),
         ("tensors: {a: {shape: [2], tp: {size: 3}}}", "need dim"),
         ("tensors: {a: {shape: [2]}}\nrules: {tensors: [{match: b}]}", "matches nothing"),
         ("tensors: {a: {shape: [2]}}\ntied: {b: c}", "tied to 'c', which is not there"),
@@ -83,3 +93,65 @@ def test_a_file_of_neither_kind_is_refused(tmp_path) -> None:
         read_model(tmp_path / "none")
     with pytest.raises(ConfigError, match="cannot be read: Is a directory"):
         read_model(tmp_path)
+
+
+def block(language: str) -> str:
+    """The one code block of this language in docs/shapes.md."""
+    (found,) = re.findall(rf"```{language}\n(.*?)```", DOCUMENT, re.DOTALL)
+    return found
+
+
+def test_the_example_of_the_document_says_what_is_printed_there(tmp_path) -> None:
+    (tmp_path / "tiny.yaml").write_text(block("yaml"))
+    done = CliRunner().invoke(cli, ["analyze", "--model", str(tmp_path / "tiny.yaml")])
+    assert done.exit_code == 0, done.output
+    assert block("console").splitlines()[1:4] == done.stdout.splitlines()[:3]
+    description = describe(tmp_path / "tiny.yaml", dp=64, tp=1)
+    assert description.parallel.ranks == 64
+    by_name = {t.fqn: t for t in description.model.tensors}
+    assert by_name["blocks.3.qkv.weight"].split == Split(0, ((64, 8), (32, 4), (32, 4)))
+    assert by_name["blocks.3.experts.7.up.weight"].expert == 7
+    assert by_name["norm.bias"].trainable is False
+    assert description.aliases == {"head.weight": "embed.weight"}
+
+
+def test_every_key_is_in_the_document() -> None:
+    rules = set(TensorRule.__struct_fields__) - {"match"}
+    for name in {*_File.__struct_fields__, *_Line.__struct_fields__, *rules, *Parallel.__struct_fields__}:
+        assert re.search(rf"^\| [^|]*`{name}`[^|]*\|", DOCUMENT, re.MULTILINE), f"{name} is in no table"
+    for word in (*KINDS, *PLACES, *ENGINES, *STATE):
+        assert f"`{word}`" in DOCUMENT, word
+    assert all(re.search(rf"\b{name}\b", DOCUMENT) for name in MODEL_TYPES)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (
+            "tensors: [a, b]",
+            "tensors: expected a mapping of names, like {embed.weight: {shape: [64, 8]}}, found a list",
+        ),
+        (
+            "tensors: {a: [4, 4], b: {shape: 3}, c: {shape: [2]}}",
+            "(2 problems)\n  - 'a': Expected `object`, got `array`",
+        ),
+        ("layers: many\ntensors: {a: {shape: [2]}}", "Expected `int`, got `str` - at `$.layers`"),
+        ("tensors: {a: {shape: [2], kind: odd}}", "'a': kind 'odd'"),
+        ("tensors: {a: {shape: [2]}}\nrules: {colour: red}", "rules: Object contains unknown field `colour`"),
+        ("tensors: {a: {shape: [2]}}\nparallel: {dp: many}", "parallel: Expected `int`, got `str`"),
+        (
+            "tensors: {a: {shape: [2]}",
+            "neither JSON nor YAML: while parsing a flow mapping in line 1, column 10, expected",
+        ),
+        ("model_type: odd", "model_type 'odd' is not known"),
+        ("model_type: llama", "hidden_size is missing"),
+    ],
+)
+def test_an_error_names_the_file(tmp_path, text, said) -> None:
+    path = tmp_path / "model.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        describe(path)
+    assert str(caught.value).startswith(str(path))
+    assert said in str(caught.value)
+    assert all(line.startswith("  - ") for line in str(caught.value).splitlines()[1:])

@@ -102,7 +102,7 @@ def test_one_flipped_bit_is_named_to_the_element():
     assert found.difference is not None
     assert found.difference.box == Box((7,), (1,))
     assert (found.difference.elements, found.difference.max_abs) == (1, distance)
-    assert "tensor 'w' (exp_avg): replica copies differ: 1 element(s) in [7:8]" in str(found)
+    assert "tensor 'w' (exp_avg): replica copies differ: 1 element in [7:8]" in str(found)
 
 
 def test_buffers_are_of_their_own_kind():

@@ -41,7 +41,7 @@ def test_one_bit_on_one_rank_is_named_and_the_majority_is_kept():
     store = MemoryStore()
     report = save_all(made, store)[1]
     (line,) = report.divergences
-    assert "replicas differ in 1 element(s) in [7:8], by at most" in line
+    assert "replicas differ in 1 element in [7:8], by at most" in line
     assert "tensor 'w' (master) box [0:40]" in line
     assert "on rank(s) 0, 1;" in line
     assert line.endswith("on rank(s) 2")
@@ -144,7 +144,7 @@ def test_a_derivation_that_fails_in_one_element_costs_only_its_chunk():
     assert report.divergences == ()
     assert report.bytes_underived == 80
     (line,) = report.underived
-    assert line.startswith("tensor 'w' (param): param is not cast(master): 1 element(s) in [0:1], by at most ")
+    assert line.startswith("tensor 'w' (param): param is not cast(master): 1 element in [0:1], by at most ")
     assert Repository(store).read_index(1).root.divergences == ()
     target = engines(made[0].model, replicated(made[0].model, 3), 3, filled=False)
     load_all(target, store)
