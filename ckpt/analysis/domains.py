@@ -149,7 +149,7 @@ class Domains:
         return members
 
     def _unknown(self, part: str, kind: str) -> str:
-        ranks = f"ranks are 0 to {len(self.of_rank) - 1}"
+        ranks = f"ranks are 0 to {len(self.of_rank) - 1}" if len(self.of_rank) > 1 else "the only rank is 0"
         known = ranks if self.kind == RANK else f"{self.kind}s are {some(self.names)}; {ranks}"
         if kind not in (RANK, self.kind):
             return f"{part!r}: {kind}s are not known here; {known}"

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from ckpt.cli.subject import Subject
 
 
-LOSS_HINT = " A row that is struck through is lost. A bar above a layer: some of it cannot be rebuilt."
+LOSS_HINT = " Ranks of a row that is struck through are lost. A bar above a layer: some of it cannot be rebuilt."
 """Behind what a row and a column are, if there is a named loss."""
 
 
