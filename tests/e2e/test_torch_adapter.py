@@ -118,8 +118,6 @@ def test_masters_of_a_bf16_engine_and_fp32_parameters_are_the_same_weight(stage:
     ]
     load = f"{CASES}:load_all"
     up = ranks(4, load, timeout=120, roots={"a": str(tmp_path / "a")}, layout="fsdp2 x tp").values()[0]["a"]
-    down = ranks(2, load, timeout=120, roots={"b": str(tmp_path / "b")}, layout="deepspeed", **low).values()[
-        0
-    ]["b"]
+    down = ranks(2, load, timeout=120, roots={"b": str(tmp_path / "b")}, layout="deepspeed", **low).values()[0]["b"]
     for found, wanted in ((up, there), (down, here)):
         assert found == {"state": wanted, "strays": []}
