@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from ckpt.analysis.claims import AuditReport
     from ckpt.analysis.content import ContentReport
-    from ckpt.analysis.report import Report
+    from ckpt.analysis.report import AnalysisReport
     from ckpt.analyzing import analyze
     from ckpt.auditing import audit
     from ckpt.engine.parallel import Parallel
@@ -44,7 +44,7 @@ _HOME = {
     "audit": "ckpt.auditing",
     "AuditReport": "ckpt.analysis.claims",
     "ContentReport": "ckpt.analysis.content",
-    "Report": "ckpt.analysis.report",
+    "AnalysisReport": "ckpt.analysis.report",
     "Parallel": "ckpt.engine.parallel",
     "SaveReport": "ckpt.report",
     "LoadReport": "ckpt.report",
@@ -65,6 +65,7 @@ _HOME = {
 }
 
 __all__ = [
+    "AnalysisReport",
     "AuditReport",
     "CheckpointExists",
     "CkptError",
@@ -81,7 +82,6 @@ __all__ = [
     "Parallel",
     "RankFailure",
     "ReplicaDivergence",
-    "Report",
     "SaveReport",
     "StoreError",
     "UnsupportedLayout",

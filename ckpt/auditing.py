@@ -21,7 +21,7 @@ def audit(engine: object, *, timeout: float | None = None) -> AuditReport:
     """Compare what the ranks declare to be redundant, and name every element that is not. Collective; writes nothing.
 
     Declared replicas are compared by digest, and each param that should be cast(master) with that cast. A few of the
-    chunks that differ are compared element by element as well (:data:`ckpt.runtime.comparing.MAX_DETAILED`); the others
+    chunks that differ are compared element by element as well (:data:`ckpt.runtime.comparing.IN_AUDIT`); the others
     are listed with their box and ranks. Content of equal elements proves nothing, so audit again after some steps and
     combine the reports (``a & b``).
 
@@ -39,4 +39,4 @@ def audit(engine: object, *, timeout: float | None = None) -> AuditReport:
     comm = communicator()
     with comm.joint("audit", timeout):
         met = meet(comm, "audit", lambda: adapter_for(engine))
-        return audit_job(comm, met.job, PieceTable(met.state.shards))
+        return audit_job(comm, met.job, PieceTable(met.state.shards), met.state.assumed)

@@ -15,8 +15,9 @@ import msgspec
 from ckpt.engine.find import adapter_for
 from ckpt.errors import CkptError, LayoutError, NoSuchCheckpoint, is_damage
 from ckpt.layout.mesh import problems_of_claims
-from ckpt.layout.spec import RankLayout, Shard
+from ckpt.layout.spec import Shard
 from ckpt.plan.load_plan import Catalog, Difference, LoadPlan, build_load_plan, check_difference
+from ckpt.plan.wire import decode_layouts, encode_layout
 from ckpt.repo.repository import Index, Repository, checked_step
 from ckpt.report import LoadReport, Stopwatch
 from ckpt.runtime.agree import Hello, exchange_hellos
@@ -24,7 +25,7 @@ from ckpt.runtime.describing import claims_of
 from ckpt.runtime.guard import mark_half_loaded, mark_whole
 from ckpt.runtime.pieces import PieceTable
 from ckpt.runtime.reading import check_packs, place_chunks
-from ckpt.runtime.revive import Saved, choose_objects, give_back, restore_generators
+from ckpt.runtime.revive import Notes, Saved, choose_objects, give_back, notes_of_all, restore_generators
 from ckpt.runtime.torch_comm import communicator
 from ckpt.store.open import Root, default_root, open_store
 
@@ -94,13 +95,20 @@ def load(
 
 
 class _Ready:
-    """What this rank has found and decided before the engine is touched."""
+    """What this rank has found and decided before the engine is touched, and what came of it.
+
+    ``engine``: the adapter's notes on this rank. ``own``: notes on what each rank carries over for itself.
+    ``returned``: what the user gets back.
+    """
 
     index: Index
     catalog: Catalog
     state: EngineState
     plan: LoadPlan
     saved: Saved
+    engine: list[str]
+    own: list[str]
+    returned: dict[str, Any]
 
 
 class _Load:
@@ -163,10 +171,12 @@ class _Load:
             if late:  # otherwise one meeting of all ranks does for everything that is left
                 comm.run("refresh", self.adapter.refresh)
                 nbytes += comm.run("read rest", lambda: place_chunks(self.store, plan.after, state.shards, comm.beat))
-            common, own, returned = comm.run("finish", lambda: self._finish(saved, refresh=not late))
-        common += _on_divergences(ready.index, same_world=ready.index.root.world == comm.world)
+            told = comm.gather("finish", lambda: self._finish(ready, refresh=not late))
+        diverged = _on_divergences(ready.index, same_world=ready.index.root.world == comm.world)
         mark_whole(module)
-        for note in own if comm.rank else common + own:  # the engine's notes are the same on all ranks
+        # What the engines note differs between pipeline stages, and by the partitions that a rank holds.
+        engines = notes_of_all([msgspec.msgpack.decode(one, type=Notes) for one in told])
+        for note in ready.own if comm.rank else [*engines, *diverged, *ready.own]:
             log.warning("load of step %d: %s", step, note)
         return LoadReport(
             step=step,
@@ -177,9 +187,9 @@ class _Load:
             missing=missing + saved.missing,
             unexpected=unexpected + saved.unexpected,
             casts=casts,
-            notes=tuple(common + own),
+            notes=tuple(dict.fromkeys([*ready.engine, *engines, *diverged, *ready.own])),
             skipped=skipped,
-            extra=returned,
+            extra=ready.returned,
             phases=self.watch.phases,
         )
 
@@ -188,12 +198,12 @@ class _Load:
         ready.index = index = Repository(self.store).read_index(step)
         ready.catalog = catalog = Catalog(index.specs, index.parts, index.root.derived, index.root.aliases)
         ready.state = state = self.adapter.describe_for_load(catalog.by_fqn())
-        return msgspec.msgpack.encode(claims_of(self.comm.rank, state))
+        return encode_layout(claims_of(self.comm.rank, state))
 
     @staticmethod
     def _check_claims(encoded: Sequence[bytes]) -> None:
         """Check groups and rules before the plan, which with a wrong group would read what is another rank's."""
-        problems = problems_of_claims([msgspec.msgpack.decode(one, type=RankLayout) for one in encoded])
+        problems = problems_of_claims(decode_layouts(encoded))
         if problems:
             raise LayoutError("the ranks' groups and rules do not fit together", tuple(problems))
 
@@ -221,14 +231,15 @@ class _Load:
         missing = tensors.missing + found.missing
         return replace(tensors, missing=missing, unexpected=found.unexpected, conflicts=found.conflicts)
 
-    def _finish(self, saved: Saved, *, refresh: bool) -> tuple[list[str], list[str], dict[str, Any]]:
-        """Return the engine's notes (the same on all ranks), this rank's own notes, and what the user gets back."""
+    def _finish(self, ready: _Ready, *, refresh: bool) -> bytes:
+        """Put everything back that is not a chunk. Returns what all ranks are told of the engine's notes here."""
         if refresh:
             self.adapter.refresh()
-        common = self.adapter.finish(saved.engine)
-        returned = give_back(saved, self.extra)
+        ready.engine = self.adapter.finish(ready.saved.engine)
+        ready.returned = give_back(ready.saved, self.extra)
         # Last of all, because everything before may draw from the generators.
-        return common, saved.notes + restore_generators(saved, self.comm.rank), returned
+        ready.own = ready.saved.notes + restore_generators(ready.saved, self.comm.rank)
+        return msgspec.msgpack.encode(Notes.of(ready.engine))
 
 
 def _on_divergences(index: Index, *, same_world: bool) -> list[str]:

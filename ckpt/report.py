@@ -101,7 +101,7 @@ class LoadReport:
     casts: tuple[str, ...] = ()
     """tensors whose dtype was converted (only with ``cast=True``; exact conversions of counters are notes)"""
     notes: tuple[str, ...] = ()
-    """whatever could not be carried over as it was, in plain words"""
+    """whatever could not be carried over as it was, in plain words: on this rank, and what other ranks' engines note"""
     skipped: tuple[str, ...] = ()
     """newer steps that were damaged, and how (only with ``fallback=True``)"""
     extra: dict[str, Any] = field(default_factory=dict)

@@ -25,7 +25,7 @@ from ckpt.repo.holders import holder_table
 from ckpt.repo.repository import Repository, attempt_marker, checked_step
 from ckpt.report import SaveReport, Stopwatch
 from ckpt.runtime.agree import Hello, JobPlan, cached_layout, exchange_hellos, job_plan, layout_digest
-from ckpt.runtime.comparing import Question, ask, underived
+from ckpt.runtime.comparing import IN_SAVE, Question, ask, underived
 from ckpt.runtime.describing import host_name, layout_of
 from ckpt.runtime.extras import Item, collect, owned_items
 from ckpt.runtime.guard import check_whole
@@ -45,6 +45,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("ckpt")
 
 POLICIES = ("warn", "error", "keep-all")
+SHOWN = 8
+"""Findings, or names of a rank, that a message lists."""
 VISIBLE_SECONDS = 10.0
 """How long another rank's file may take to become visible (attribute caches of network file systems)."""
 
@@ -127,10 +129,11 @@ class _Save:
             settled = settle(job.plan, mine, payloads)
             # Every rank has the same verdicts, so they all look closer, or none does.
             differing = [Question(i, tuple(v.copies.values())) for i, v in settled.verdicts.items()]
-            divergences = divergences_of(job.plan, settled, ask(comm, job.plan, self.pieces, differing))
+            divergences = divergences_of(job.plan, settled, ask(comm, job.plan, self.pieces, differing, IN_SAVE))
             self._judge(divergences)
             with self.watch.phase("write"):
                 own = comm.run("write", lambda: self._write(attempt, job, mine, settled, hellos))
+            own.assumed = sorted({one.fqn for one in divergences} & self.assumed)[:SHOWN]
         except BaseException:
             _remove(attempt)
             raise
@@ -251,23 +254,23 @@ class _Save:
 
     def _judge(self, divergences: list[Divergence]) -> None:
         if divergences and self.policy == "error":
-            more = f"; … and {len(divergences) - 8} more" if len(divergences) > 8 else ""
-            raise ReplicaDivergence("; ".join(map(str, divergences[:8])) + more)
+            more = f"; … and {len(divergences) - SHOWN} more" if len(divergences) > SHOWN else ""
+            raise ReplicaDivergence("; ".join(map(str, divergences[:SHOWN])) + more)
         if self.comm.rank == 0:
-            for one in divergences[:8]:
+            for one in divergences[:SHOWN]:
                 log.warning("%s", one)
-            if len(divergences) > 8:
-                log.warning("… and %d more diverging chunks", len(divergences) - 8)
-            doubtful = sorted({one.fqn for one in divergences} & self.assumed)
-            if doubtful:
-                log.warning(
-                    "%d of these tensors count as whole on every tensor-parallel rank, as no framework says otherwise "
-                    "(%s, …); every rank's copy is kept. If they are slices, give them a rule with dim (docs/rules.md)",
-                    len(doubtful),
-                    doubtful[0],
-                )
+            if len(divergences) > SHOWN:
+                log.warning("… and %d more diverging chunks", len(divergences) - SHOWN)
 
     def _tell(self, done: list[Done]) -> None:
+        # A rank knows the tensors of its own pipeline stage.
+        doubtful = sorted({name for d in done for name in d.assumed})
+        if doubtful and self.comm.rank == 0:
+            log.warning(
+                "diverging tensors that count as whole on every tensor-parallel rank, as no framework says otherwise: "
+                "%s; every rank's copy is kept. If they are slices, give them a rule with dim (docs/rules.md)",
+                ", ".join(doubtful[:SHOWN]) + (", …" if len(doubtful) > SHOWN else ""),
+            )
         nbytes, shown = sum(d.underived for d in done), next((d.underived_shown for d in done if d.underived_shown), [])
         if nbytes and self.comm.rank == 0:
             log.info("%d bytes of params are not cast(master) and were stored: %s", nbytes, shown[0])

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
 
 def size(nbytes: float) -> str:
     """Return a size in bytes for people.
@@ -25,3 +30,12 @@ def count(number: int, noun: str, plural: str | None = None) -> str:
     ('1 host', '16,384 ranks', '2 copies')
     """
     return f"{number:,} {noun if number == 1 else plural or f'{noun}s'}"
+
+
+def some(things: Sequence[object], most: int = 6) -> str:
+    """Return things as text; of many the first ones, and how many there are.
+
+    >>> some(range(3)), some(range(16384))
+    ('0, 1, 2', '0, 1, 2, 3, 4, 5, … (16384 in all)')
+    """
+    return ", ".join(map(str, things[:most])) + (f", … ({len(things)} in all)" if len(things) > most else "")

@@ -7,7 +7,8 @@
 2. One rank's own planning (``ckpt/plan/local_plan.py``), for a rank of the first, a middle and the last stage, from its
    own cells. What other ranks would tell it (loads, sizes of groups) is given: the exchange is not in the time.
 3. The whole job planned by one rank, as live jobs do it today: 1,024 ranks of Llama-3 8B.
-4. ``torch.distributed.checkpoint``: ``DefaultSavePlanner`` on DTensors of the same tensors, one pipeline stage of the
+4. All ranks' process groups, which every rank decodes and checks at each load, and at the save of a new layout.
+5. ``torch.distributed.checkpoint``: ``DefaultSavePlanner`` on DTensors of the same tensors, one pipeline stage of the
    405B job. DTensors know no flat partitions: what ZeRO cuts flat is cut by rows here, as FSDP2 does. Each rank makes a
    local plan; all of them are gathered by one rank, which makes the global plan. Nothing is extrapolated: the rows say
    how many ranks were run.
@@ -25,6 +26,7 @@ import time
 from statistics import median
 from typing import TYPE_CHECKING
 
+import numpy as np
 from llama_layout import LLAMA_8B, LLAMA_405B, Job
 from measure import machine
 from rich.console import Console
@@ -34,7 +36,10 @@ from ckpt.analysis.domains import Domains
 from ckpt.analysis.report import analyze
 from ckpt.describe.closed import holdings
 from ckpt.describe.presets import preset
+from ckpt.errors import LayoutError
 from ckpt.layout.graph import ShardGraph
+from ckpt.layout.mesh import problems_of_claims
+from ckpt.layout.spec import RankLayout
 from ckpt.plan.local_plan import plan_of_rank
 from ckpt.plan.save_plan import build_save_plan
 from ckpt.plan.wire import decode_layouts, encode_layout
@@ -169,6 +174,37 @@ def whole_job() -> Table:
     return table
 
 
+def exchanged_groups(runs: int) -> Table:
+    """Time what every rank does with all ranks' process groups."""
+    table = _table(
+        f"All ranks' process groups, as each rank decodes and checks them (median of {runs}, min–max)",
+        ("layout", "ranks", "received, MB", "ms", "CPU ms"),
+    )
+    for pp, dp, tp in ((1, 2048, 1), (1, 16384, 1), (16, 128, 8)):
+        ranks = np.arange(pp * dp * tp).reshape(pp, dp, tp)
+        named: list[list[tuple[str, tuple[int, ...]]]] = [[] for _ in range(ranks.size)]
+        for axis, name in enumerate(("pp", "dp", "tp")):
+            for group in np.moveaxis(ranks, axis, -1).reshape(-1, ranks.shape[axis]).tolist():
+                whole = tuple(group)
+                for rank in group:
+                    named[rank].append((name, whole))
+        encoded = [encode_layout(RankLayout(rank, groups=tuple(groups))) for rank, groups in enumerate(named)]
+        del named
+
+        def check(encoded: Sequence[bytes] = encoded) -> None:
+            problems = problems_of_claims(decode_layouts(encoded))
+            if problems:
+                raise LayoutError("a grid is whole", tuple(problems))
+
+        table.add_row(
+            f"dp {dp}, tp {tp}, pp {pp}",
+            f"{ranks.size:,}",
+            f"{sum(map(len, encoded)) / 1e6:.2f}",
+            *milliseconds(check, runs),
+        )
+    return table
+
+
 def dcp_state(job: Job, p: int, rank: int) -> dict[str, object]:
     """Return what one rank of a pipeline stage would hand to ``torch.distributed.checkpoint.save``, on no memory."""
     import torch
@@ -247,6 +283,7 @@ def main() -> None:
     console.print(whole_analysis(min(options.runs, 3)))
     console.print(own_planning(options.runs))
     console.print(whole_job())
+    console.print(exchanged_groups(options.runs))
     if options.dcp_dp:
         console.print(dcp_planning(options.dcp_dp, options.runs))
     console.print(f"[dim]load average at the end: {os.getloadavg()[0]:.1f}[/]")

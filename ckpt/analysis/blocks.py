@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ckpt.analysis.combination import Combination, Kill, combinations_of, is_derivable, kill_sets, needed_bytes
-from ckpt.analysis.holdings import NOBODY, Flags, Holdings, Numbers, RankSets, RoleColumn, TensorRows
+from ckpt.analysis.holdings import NOBODY, Flags, Holdings, Numbers, RankSets, RoleColumn, TensorRows, distinct_rows
 from ckpt.layout.spec import BUFFER, MASTER, PARAM
 
 if TYPE_CHECKING:
@@ -151,22 +151,3 @@ def _block(columns: tuple[RoleColumn, ...], derived: bool, parts: list[tuple[int
     solid = volume > 0
     group, rows = distinct_rows(np.concatenate([t.holders[rows] for _, t, rows in parts])[solid])
     return Block(columns, derived, tensor[solid], volume[solid], group, rows)
-
-
-def distinct_rows(table: Numbers) -> tuple[Numbers, Numbers]:
-    """Return (number of each row among the distinct rows, the distinct rows) of an int64 table of numbers >= -1.
-
-    Columns are folded into one number, which sorts much faster than rows do.
-    """
-    code = np.zeros(len(table), np.int64)
-    codes = 1
-    for c in range(table.shape[1]):
-        if c and np.array_equal(table[:, c], table[:, c - 1]):
-            continue
-        base = int(table[:, c].max(initial=0)) + 2
-        if codes * base >= 2**62:
-            _, code = np.unique(code, return_inverse=True)
-            codes = len(table)
-        code, codes = code * base + table[:, c] + 1, codes * base
-    _, first, number = np.unique(code, return_index=True, return_inverse=True)
-    return number.reshape(-1), table[first]

@@ -7,7 +7,7 @@ initial value, a single number). Two ranks that do not replicate each other at a
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -16,10 +16,10 @@ import numpy.typing as npt
 
 from ckpt.errors import ConfigError
 from ckpt.layout.box import Box
-from ckpt.words import count, size
+from ckpt.words import count, size, some
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
 REPLICA, BUFFERS, DERIVATION = "replica", "buffer", "derivation"
 """Kinds of finding. ``buffer``: replicas of a buffer, which may differ by right (BatchNorm statistics of each rank's
@@ -35,17 +35,20 @@ SHOWN = 8
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """How copies of one box differ.
+    """How copies of one box differ, of those that were compared: elements may differ as well in copies that were not.
 
-    ``box``: the smallest box that holds every differing element. ``elements``: how many differ in any bit.
-    ``unordered``: how many of those have no distance, because a copy is NaN or infinite there. ``max_abs``: the largest
-    distance of two copies of one element, in float64 (of complex numbers: of a component); None if none has a distance.
+    ``box``: the smallest box that holds every element in which the compared copies differ. ``elements``: how many do,
+    in any bit. ``unordered``: how many of those have no distance, because a copy is NaN or infinite there. ``max_abs``:
+    the largest distance of two compared copies of one element, in float64 (of complex numbers: of a component); None if
+    none has a distance. ``compared``: number of distinct copies that were compared (of a ``derivation``: the cast, and
+    those that are not it).
     """
 
     box: Box
     elements: int
     unordered: int = 0
     max_abs: float | None = None
+    compared: int = 2
 
     def __str__(self) -> str:
         by = "" if self.max_abs is None else f", by at most {self.max_abs:.6g}"
@@ -59,7 +62,9 @@ class Finding:
 
     ``box``: the piece that was compared. ``sides``: ranks with equal bytes, the side of the lowest rank first; of a
     ``derivation`` the first side is the rank whose master was cast, the second the ranks whose param is not that.
-    ``difference``: None if the piece was not looked at element by element (only so many are).
+    ``difference``: between so many of the sides as it says; None if the piece was not looked at element by element
+    (only so many are). ``all_kept``: a save keeps every side, because buffers differ by right, and because what only
+    counts as whole (:attr:`ckpt.engine.base.EngineState.assumed`) may be slices.
     """
 
     kind: str
@@ -68,12 +73,15 @@ class Finding:
     box: Box
     sides: tuple[tuple[int, ...], ...]
     difference: Difference | None = None
+    all_kept: bool = False
 
     def __str__(self) -> str:
-        sides = "; ".join(f"rank(s) {_some(ranks)}" for ranks in self.sides[:SHOWN])
+        sides = "; ".join(f"rank(s) {some(ranks, SHOWN)}" for ranks in self.sides[:SHOWN])
         more = f"; … ({len(self.sides)} sides)" if len(self.sides) > SHOWN else ""
         what = "param is not cast(master)" if self.kind == DERIVATION else f"{self.kind} copies differ"
         where = f"box {self.box}" if self.difference is None else str(self.difference)
+        if self.difference is not None and self.kind != DERIVATION and self.difference.compared < len(self.sides):
+            where += f" ({self.difference.compared} of {len(self.sides)} sides compared)"
         return f"tensor {self.fqn!r} ({self.role}): {what}: {where}: {sides}{more}"
 
     def plain(self) -> dict[str, Any]:
@@ -85,28 +93,40 @@ class Finding:
             "role": self.role,
             "box": _plain_box(self.box if found is None else found.box),
             "compared": _plain_box(self.box),
+            "all_kept": self.all_kept,
             "sides": [list(ranks) for ranks in self.sides],
             "elements": None if found is None else found.elements,
             "unordered": None if found is None else found.unordered,
             "max_abs": None if found is None else found.max_abs,
+            "sides_compared": None if found is None else found.compared,
         }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Claim:
     """One claim over pieces of a tensor: that ``ranks`` hold the same (``replica``, ``buffer``), or that their param is
     cast(master) (``derivation``; refuted as well where the masters differ).
 
     ``nbytes``: bytes of one copy of each piece, int64 ``[pieces]``. ``states``: uint8 ``[pieces]``. Pieces are chunks
-    of the save plan: one differing element refutes its whole piece, ``Finding.difference`` is exact.
+    of the save plan: one differing element refutes its whole piece, ``Finding.difference`` is exact. Claims are equal
+    if all of this is.
     """
 
     kind: str
     fqn: str
     role: str
     ranks: tuple[int, ...]
-    nbytes: npt.NDArray[np.int64] = field(compare=False)
-    states: npt.NDArray[np.uint8] = field(compare=False)
+    nbytes: npt.NDArray[np.int64]
+    states: npt.NDArray[np.uint8]
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Claim):
+            return NotImplemented
+        same = self.key == other.key and np.array_equal(self.states, other.states)
+        return same and np.array_equal(self.nbytes, other.nbytes)
+
+    def __hash__(self) -> int:
+        return hash(self.key)
 
     @property
     def key(self) -> tuple[str, str, str, tuple[int, ...]]:
@@ -231,8 +251,3 @@ class AuditReport:
 
 def _plain_box(box: Box) -> dict[str, list[int]]:
     return {"offsets": list(box.offsets), "sizes": list(box.sizes)}
-
-
-def _some(ranks: Iterable[int]) -> str:
-    listed = list(ranks)
-    return ", ".join(map(str, listed[:SHOWN])) + (f", … ({len(listed)} in all)" if len(listed) > SHOWN else "")

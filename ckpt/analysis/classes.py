@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 import numpy as np
 
-from ckpt.analysis.blocks import Block, SetTable, distinct_rows
 from ckpt.analysis.combination import is_derivable
+from ckpt.analysis.holdings import distinct_rows
 from ckpt.layout.spec import PARAM
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from ckpt.analysis.blocks import Block, SetTable
     from ckpt.analysis.domains import Domains
     from ckpt.analysis.holdings import Holdings
     from ckpt.analysis.kills import KillTable

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from numbers import Integral
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ckpt.errors import ConfigError
-from ckpt.words import count
+from ckpt.words import count, some
 
 if TYPE_CHECKING:
     from ckpt.analysis.holdings import Numbers
@@ -59,7 +60,7 @@ class Domains:
             world: number of ranks.
             hosts: ranks per host, consecutive ranks together and the hosts numbered from 0; or each rank's host name.
         """
-        if isinstance(hosts, int):
+        if isinstance(hosts, int | np.integer):
             if hosts < 1:
                 raise ConfigError(f"ranks per host: expected at least 1, found {hosts}")
             return cls(HOST, tuple(str(rank // hosts) for rank in range(world)))
@@ -77,20 +78,20 @@ class Domains:
         Raises:
             ConfigError: with every rank that has no domain, has two, or does not exist.
         """
+        problems: list[str] = []
         found: dict[int, list[str]] = {}
-        if callable(mapping):
-            found = {rank: [str(mapping(rank))] for rank in range(world)}
-        else:
-            for key, value in mapping.items():
-                if isinstance(key, int):
-                    found.setdefault(key, []).append(str(value))
-                elif isinstance(value, Iterable) and not isinstance(value, str):
-                    for rank in value:
-                        found.setdefault(rank, []).append(key)
-                else:
-                    raise ConfigError(f"{kind} domain {key!r}: expected the list of its ranks, found {value!r}")
-        problems = [f"rank {r!r}: not in this job of {count(world, RANK)}" for r in found if r not in range(world)]
-        lacking = [rank for rank in range(world) if rank not in found]
+        nameless: dict[str, list[int]] = {}
+        for given, value in _pairs(kind, world, mapping, problems):
+            rank, number = whole_number(given), whole_number(value)
+            if rank is None or rank not in range(world):
+                problems.append(f"rank {given!r}: not in this job of {count(world, RANK)}")
+            elif isinstance(value, str) or number is not None:
+                found.setdefault(rank, []).append(str(value))
+            else:
+                nameless.setdefault(repr(value), []).append(rank)
+        problems += [f"rank(s) {spans(r)}: expected the name of a {kind}, found {v}" for v, r in nameless.items()]
+        unknown = {rank for ranks in nameless.values() for rank in ranks}
+        lacking = [rank for rank in range(world) if rank not in found and rank not in unknown]
         if lacking:
             problems.append(f"no {kind} is given for {'ranks' if len(lacking) > 1 else 'rank'} {spans(lacking)}")
         problems += [f"rank {r}: in several {kind}s: {', '.join(n)}" for r, n in found.items() if len(set(n)) > 1]
@@ -172,9 +173,27 @@ class Domains:
         return [rank for one in wanted for rank in members[one]] if all(one in members for one in wanted) else []
 
 
-def some(names: Sequence[str]) -> str:
-    """Return names as text; of many the first ones, and how many there are."""
-    return ", ".join(names[:SHOWN]) + (f", … ({len(names)} in all)" if len(names) > SHOWN else "")
+def _pairs(kind: str, world: int, mapping: object, problems: list[str]) -> Iterator[tuple[object, object]]:
+    """Yield (rank, name of its domain) as the user gives them; append what cannot be read to ``problems``."""
+    if callable(mapping):
+        yield from ((rank, mapping(rank)) for rank in range(world))
+    elif isinstance(mapping, Mapping):
+        for key, value in mapping.items():
+            if whole_number(key) is not None:
+                yield key, value
+            elif not isinstance(key, str):
+                problems.append(f"key {key!r}: expected a rank, or the name of a {kind}")
+            elif isinstance(value, Iterable) and not isinstance(value, str):
+                yield from ((rank, key) for rank in value)
+            else:
+                problems.append(f"{kind} domain {key!r}: expected the list of its ranks, found {value!r}")
+    else:
+        problems.append(f"expected a mapping, or a function of the rank, found {mapping!r}")
+
+
+def whole_number(value: object) -> int | None:
+    """Return an integer of any type (numpy has its own) as ``int``; None of anything else, truth values included."""
+    return int(value) if isinstance(value, Integral) and not isinstance(value, bool) else None
 
 
 def _complain(what: str, problems: list[str]) -> None:

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 import numpy as np
 
-from ckpt.analysis.blocks import Block, SetTable, distinct_rows
 from ckpt.analysis.domains import spans
+from ckpt.analysis.holdings import distinct_rows
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from ckpt.analysis.blocks import Block, SetTable
     from ckpt.analysis.holdings import Holdings, Numbers
     from ckpt.analysis.kills import KillTable
 

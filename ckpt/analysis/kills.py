@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ckpt.analysis.blocks import Block, SetTable, distinct_rows
 from ckpt.analysis.combination import Kill
-from ckpt.analysis.holdings import Numbers
+from ckpt.analysis.holdings import Numbers, distinct_rows
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from ckpt.analysis.blocks import Block, SetTable
     from ckpt.analysis.domains import Domains
 
 Family = tuple[Kill, ...]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -11,16 +12,14 @@ import msgspec
 import numpy as np
 
 from ckpt.analysis.combination import Combination, combinations_of, needed_bytes
-from ckpt.analysis.domains import RANK, SHOWN, some, spans
+from ckpt.analysis.domains import RANK, SHOWN, spans, whole_number
 from ckpt.analysis.holdings import RankSets
 from ckpt.errors import ConfigError
 from ckpt.layout.box import Box
 from ckpt.layout.region import region
-from ckpt.words import count
+from ckpt.words import count, some
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from ckpt.analysis.domains import Domains
     from ckpt.analysis.holdings import Holdings, RoleColumn, TensorPieces, TensorRows
 
@@ -84,6 +83,24 @@ class Loss(msgspec.Struct, frozen=True, kw_only=True):
         return f"{ranks} ({kind}{'s' * (len(self.domains) > 1)} {some(self.domains)})"
 
 
+def checked_lost(lost: object) -> str | tuple[int, ...]:
+    """Return what is to be lost as text, or as ranks.
+
+    Raises:
+        ConfigError: with everything in it that is no rank; names are one text.
+    """
+    if isinstance(lost, str):
+        return lost
+    expected = "lose: expected one text of names ('host:a,rank:0-3') or the numbers of ranks"
+    if not isinstance(lost, Iterable):
+        raise ConfigError(f"{expected}, found {lost!r}")
+    given = [(one, whole_number(one)) for one in lost]
+    wrong = [repr(one) for one, number in given if number is None]
+    if wrong:
+        raise ConfigError(f"{expected}, found among them {some(wrong)}")
+    return tuple(number for _, number in given if number is not None)
+
+
 def lose(
     holdings: Holdings, domains: Domains, lost: str | Iterable[int], pieces: Iterable[TensorPieces] | None = None
 ) -> Loss:
@@ -96,9 +113,10 @@ def lose(
         pieces: those of which these are the holdings, to say where in a tensor, and all who hold it still.
 
     Raises:
-        ConfigError: with every name or rank that does not exist.
+        ConfigError: with every name or rank that does not exist, or is none.
     """
-    ranks = set(domains.parse(lost) if isinstance(lost, str) else lost)
+    given = checked_lost(lost)
+    ranks = set(domains.parse(given) if isinstance(given, str) else given)
     unknown = sorted(rank for rank in ranks if not 0 <= rank < holdings.world)
     if unknown:
         raise ConfigError(f"lost ranks {spans(unknown)} are not in this job of {count(holdings.world, RANK)}")

@@ -1,15 +1,16 @@
 """What is left of a job's claims where the bytes say otherwise: redundant only if equal in every probe. Pure.
 
-An audit and a save find the same two things. *Copies that differ*: of all but buffers one side is kept, the one that a
-save keeps (:func:`~ckpt.analysis.audit.elect`); the others hold something, but not the state. Buffers differ by right,
-so each distinct copy is state of its own. *Params that are not cast(master)*: they are state like any other. Both are
-told by box (a chunk of the save plan), so what is left is exact to the chunk.
+An audit and a save find the same two things. *Copies that differ*: in general one side is kept, the one that a save
+keeps (:func:`~ckpt.analysis.audit.elect`); the others hold something, but not the state. Where a save keeps all copies,
+each distinct one is state of its own: of buffers, which differ by right, and of what may be slices or was to be kept by
+``on_divergence="keep-all"``. *Params that are not cast(master)*: they are state like any other. Both are told by box (a
+chunk of the save plan), so what is left is exact to the chunk.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -17,7 +18,7 @@ import msgspec
 from ckpt.analysis.audit import elect, sides_of
 from ckpt.analysis.claims import DERIVATION
 from ckpt.analysis.combination import is_derivable
-from ckpt.analysis.holdings import Holdings, TensorPieces, holdings_of, pieces_of
+from ckpt.analysis.holdings import Holdings, RoleColumn, TensorPieces, holdings_of, pieces_of
 from ckpt.layout.box import Box, overlaps
 from ckpt.layout.region import without
 from ckpt.layout.spec import BUFFER, MASTER, PARAM
@@ -52,11 +53,13 @@ class Redundancy(msgspec.Struct, frozen=True, kw_only=True):
 @dataclass(frozen=True, slots=True)
 class Refutations:
     """``copies``: (FQN, role) -> box -> the sides that differ. ``underived``: FQN -> boxes of params that are not
-    cast(master). The boxes of one tensor are disjoint.
+    cast(master). The boxes of one tensor are disjoint. ``all_kept``: (FQN, role) -> those boxes of ``copies`` of which
+    a save keeps every side; of buffers it is all of them, listed or not.
     """
 
     copies: Mapping[tuple[str, str], Mapping[Box, Sides]]
     underived: Mapping[str, Collection[Box]]
+    all_kept: Mapping[tuple[str, str], Collection[Box]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +112,7 @@ def refutations_of(findings: Iterable[Finding]) -> Refutations:
     kept side: what the others hold does not matter any more.
     """
     copies: dict[tuple[str, str], dict[Box, Sides]] = {}
+    all_kept: dict[tuple[str, str], set[Box]] = {}
     wrong: dict[tuple[str, Box], set[int]] = {}
     for one in findings:
         if one.kind == DERIVATION:
@@ -116,12 +120,14 @@ def refutations_of(findings: Iterable[Finding]) -> Refutations:
         else:
             found = copies.setdefault((one.fqn, one.role), {})
             found[one.box] = _refined(found[one.box], one.sides) if one.box in found else one.sides
+            if one.all_kept:
+                all_kept.setdefault((one.fqn, one.role), set()).add(one.box)
     underived: dict[str, list[Box]] = {}
     for (fqn, box), ranks in wrong.items():
         sides = copies.get((fqn, PARAM), {}).get(box)
         if sides is None or not ranks.isdisjoint(kept_side(sides)):
             underived.setdefault(fqn, []).append(box)
-    return Refutations(copies, underived)
+    return Refutations(copies, underived, all_kept)
 
 
 def _refined(first: Sides, second: Sides) -> Sides:
@@ -133,9 +139,11 @@ def _refined(first: Sides, second: Sides) -> Sides:
 def refute(pieces: Iterable[TensorPieces], refuted: Refutations) -> Iterator[TensorPieces]:
     """Yield the pieces of a job with what was refuted taken out.
 
-    A piece is cut where only a part of it was refuted. Holders whose copy is not kept are left out. Of a buffer each
-    distinct copy becomes a piece. Params that are not cast(master) are no longer derived; nor are those whose masters
-    differ, because it was one rank's master that the cast was made of.
+    A piece is cut where only a part of it was refuted. Holders whose copy is not the kept one are left out. Of a buffer
+    each distinct copy becomes a piece. Of another role the other copies become a tensor of their own, with that role
+    alone, if all are kept (not of a scalar): with whose other roles they go is not for this table to say. Params that
+    are not cast(master) are no longer derived; nor are those whose masters differ, because it was one rank's master
+    that the cast was made of.
     """
     for one in pieces:
         rows: list[Row] = list(zip(one.boxes, one.holders, one.derived, strict=True))
@@ -154,6 +162,18 @@ def refute(pieces: Iterable[TensorPieces], refuted: Refutations) -> Iterator[Ten
                 rows = [(box, held, derived and hit is None) for (box, held, derived), hit in cut]
         boxes, holders, derived = zip(*rows, strict=True) if claimed else ((), (), ())
         yield replace(one, boxes=boxes, holders=holders, derived=derived)
+        for column in one.columns:
+            kept = refuted.all_kept.get((one.fqn, column.role), ())
+            if kept and column.role != BUFFER and not column.scalar:
+                yield _other_copies(one, column, refuted.copies[one.fqn, column.role], kept)
+
+
+def _other_copies(
+    one: TensorPieces, column: RoleColumn, found: Mapping[Box, Sides], kept: Collection[Box]
+) -> TensorPieces:
+    rows = [(box, ranks) for box in sorted(kept) for ranks in found[box] if ranks != kept_side(found[box])]
+    holders = tuple((ranks,) for _, ranks in rows)
+    return TensorPieces(one.fqn, one.shape, (column,), tuple(box for box, _ in rows), holders, (False,) * len(rows))
 
 
 def _narrowed(rows: list[Row], c: int, found: Mapping[Box, Sides], all_kept: bool) -> Iterator[Row]:

@@ -6,13 +6,13 @@ sets, which a live job and a description of it choose differently, can be seen i
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from ckpt.analysis.blocks import Block, SetTable, blocks_of
 from ckpt.analysis.classes import CellClass, cell_classes
-from ckpt.analysis.domains import RANK
+from ckpt.analysis.domains import RANK, whole_number
 from ckpt.analysis.heat import HeatMap, heat_map
 from ckpt.analysis.kills import KillTable, kill_table
 from ckpt.analysis.losing import Loss, lose
@@ -62,12 +62,13 @@ class MustWrite(msgspec.Struct, frozen=True, kw_only=True):
     share: float
 
 
-class Report(msgspec.Struct, frozen=True, kw_only=True):
+class AnalysisReport(msgspec.Struct, frozen=True, kw_only=True):
     """What :func:`analyze` found.
 
     ``tensors``, ``parameters``, ``elements`` (buffers too, and each distinct copy of them): of the model. ``k``: the
     losses that verdicts speak of. ``redundancy``: None if the claims were not put to the test, so that the report is
-    true as far as they are; otherwise what was refuted is not counted as held or derivable.
+    true as far as they are; otherwise what was refuted is not counted as held or derivable. ``audit``: of a live job
+    the test itself (:meth:`~ckpt.analysis.claims.AuditReport.plain`), likewise None without one.
     """
 
     version: int = VERSION
@@ -87,6 +88,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     heat: HeatMap
     loss: Loss | None = None
     redundancy: Redundancy | None = None
+    audit: dict[str, Any] | None = None
 
     def __str__(self) -> str:
         """Return the report in a few lines."""
@@ -119,6 +121,18 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.json.encode(self, order="sorted")
 
 
+def checked_losses(k: object) -> int:
+    """Return how many losses are to be survived.
+
+    Raises:
+        ConfigError: that is no number, or less than 1.
+    """
+    number = whole_number(k)
+    if number is None or number < 1:
+        raise ConfigError(f"k: expected the number of losses to survive, at least 1, found {k!r}")
+    return number
+
+
 def analyze(
     holdings: Holdings,
     domains: Domains,
@@ -127,7 +141,7 @@ def analyze(
     k: int = 1,
     pieces: Iterable[TensorPieces] | None = None,
     redundancy: Redundancy | None = None,
-) -> Report:
+) -> AnalysisReport:
     """Return the report of a job.
 
     Args:
@@ -143,8 +157,7 @@ def analyze(
             not between 1 and their number.
     """
     domains.check(holdings.world)
-    if k < 1:
-        raise ConfigError(f"k: expected the number of losses to survive, at least 1, found {k}")
+    k = checked_losses(k)
     if k > len(domains.names):
         known = f"the job has {count(len(domains.names), domains.kind)}"
         raise ConfigError(f"k: {count(k, domains.kind)} to be lost at once, {known}: expected at most as many")
@@ -153,7 +166,7 @@ def analyze(
     blocks = blocks_of(holdings)
     table = kill_table(blocks, sets, domains)
     roles = _roles(blocks, sets)
-    return Report(
+    return AnalysisReport(
         world=holdings.world,
         domain_kind=domains.kind,
         domain_count=len(domains.names),

@@ -22,7 +22,7 @@ from ckpt.words import count
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ckpt.analysis.report import Report
+    from ckpt.analysis.report import AnalysisReport
     from ckpt.cli.subject import Subject
 
 LAYOUT = (
@@ -45,6 +45,9 @@ LAYOUT = (
     click.option("--optimizer", help=f"Whose state is kept: {', '.join(STATE)}."),
     click.option("--decay-groups", is_flag=True, default=None, help="Two parameter groups: matrices, and the rest."),
     click.option("--vocabulary-multiple", type=int, help="Megatron's make-vocab-size-divisible-by (default: 128)."),
+    click.option(
+        "--autotp", is_flag=True, default=None, help="Tensor parallelism is DeepSpeed's AutoTP: nothing padded."
+    ),
     click.option("--world", type=int, help="Number of ranks, to be checked."),
 )
 
@@ -132,7 +135,7 @@ def _only_presets(*others: object) -> None:
         raise ConfigError("--list-presets: expected no other option but --json")
 
 
-def document(subject: Subject, report: Report) -> dict[str, Any]:
+def document(subject: Subject, report: AnalysisReport) -> dict[str, Any]:
     """Return everything that the command says, as plain data. ``report`` is that of ``ckpt.analyze``."""
     paper = subject.paper
     return {

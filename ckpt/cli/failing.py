@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ckpt.analysis.domains import HOST, RANK, Domains
 from ckpt.describe.read import MAX_BYTES, parse
 from ckpt.errors import ConfigError
+from ckpt.layout.parsing import shortened
 from ckpt.words import count
 
 if TYPE_CHECKING:
@@ -88,13 +89,16 @@ def _domains_in(plain: dict[str, Any], world: int, hosts: Domains | None, where:
             )
     if not (isinstance(named, Mapping) and named):
         raise ConfigError(f"{where}: domains: expected names and their ranks, found {type(named).__name__}")
+    if isinstance(named.get("tensors"), Mapping):
+        raise ConfigError(f"{where}: expected domains and their ranks, found a file of shapes (for --model)")
     found: dict[str, list[int]] = {}
     problems = []
     for name, members in named.items():
         try:
             found[str(name)] = _ranks(members, world, hosts)
         except ConfigError as error:
-            problems.append(f"{name}: {error}")
+            first, *listed = str(error).split("\n  - ")  # a list in a list is hard to read
+            problems.append(f"{name}: {'; '.join(listed or [first])}")
     if problems:
         raise ConfigError("\n  - ".join([f"{where}: {count(len(problems), 'problem')}", *problems]))
     return Domains.of(kind, world, found)
@@ -106,6 +110,8 @@ def _ranks(members: object, world: int, hosts: Domains | None) -> list[int]:
     if type(members) is int:
         return [members]
     if not isinstance(members, str):
-        raise ConfigError(f"expected ranks, as a list of numbers or as text (0-7, host:3), found {members!r}")
+        raise ConfigError(
+            f"expected ranks, as a list of numbers or as text (0-7, host:3), found {shortened(repr(members), 60)}"
+        )
     named = members if ":" in members.partition(",")[0] else f"{RANK}:{members}"
     return list((hosts or Domains.by_rank(world)).parse(named))

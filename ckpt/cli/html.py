@@ -26,7 +26,7 @@ from ckpt.errors import ConfigError
 if TYPE_CHECKING:
     from ckpt.analysis.heat import HeatMap
     from ckpt.analysis.losing import Loss
-    from ckpt.analysis.report import Report
+    from ckpt.analysis.report import AnalysisReport
     from ckpt.cli.subject import Subject
 
 
@@ -34,7 +34,7 @@ LOSS_HINT = " Ranks of a row that is struck through are lost. A bar above a laye
 """Behind what a row and a column are, if there is a named loss."""
 
 
-def write(path: str, subject: Subject, report: Report) -> None:
+def write(path: str, subject: Subject, report: AnalysisReport) -> None:
     """Write the page to a file.
 
     Raises:
@@ -46,7 +46,7 @@ def write(path: str, subject: Subject, report: Report) -> None:
         raise ConfigError(f"--html {path!r}: cannot be written: {error.strerror or error}") from error
 
 
-def page(subject: Subject, report: Report) -> str:
+def page(subject: Subject, report: AnalysisReport) -> str:
     """Return the page."""
     folder = files("ckpt.cli") / "page"
     template, style, script = (
@@ -73,7 +73,7 @@ def page(subject: Subject, report: Report) -> str:
     return re.sub(r"\{\{(\w+)\}\}", lambda found: filled[found[1]], template)
 
 
-def data(report: Report) -> str:
+def data(report: AnalysisReport) -> str:
     """Return what the script reads: JSON that cannot end the element that it stands in."""
     plain = {
         "domain": report.domain_kind,

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from ckpt.analysis.losing import Loss
-    from ckpt.analysis.report import Report
+    from ckpt.analysis.report import AnalysisReport
     from ckpt.cli.subject import PaperCount, Subject
 
 
@@ -62,7 +62,7 @@ def section(title: str, body: str) -> str:
     return f"<section><h2>{text(title)}</h2>{body}</section>"
 
 
-def facts(report: Report) -> str:
+def facts(report: AnalysisReport) -> str:
     """Return the summary in a few large numbers."""
     domain, total, must = report.domain_kind, report.total, report.must_write[report.k - 1 : report.k]
     on = "" if domain == "rank" else f" on {count(report.domain_count, domain)}"
@@ -78,7 +78,7 @@ def facts(report: Report) -> str:
     return "".join(f'<div class="fact"><b>{text(big)}</b><span>{text(small)}</span></div>' for big, small in said)
 
 
-def sections(subject: Subject, report: Report) -> str:
+def sections(subject: Subject, report: AnalysisReport) -> str:
     """Return everything below the heat map."""
     domain = report.domain_kind
     found = [
@@ -96,7 +96,7 @@ def sections(subject: Subject, report: Report) -> str:
     return "\n".join(found)
 
 
-def survival(report: Report) -> str:
+def survival(report: AnalysisReport) -> str:
     """Return the survival table, with bars."""
     named = ("worst case", "expected", "chance that all is held", "worst case is")
     rows = [
@@ -119,7 +119,7 @@ def bar(share: float, style: str, said: str) -> Cell:
     return Cell(f'<svg aria-hidden="true">{track}{filled}</svg>{text(said)}', "short")
 
 
-def classes(report: Report) -> str:
+def classes(report: AnalysisReport) -> str:
     """Return what is held equally often, with verdicts."""
     domain = report.domain_kind
     rows = [
@@ -134,7 +134,7 @@ def classes(report: Report) -> str:
     return table((cell("held by so many ranks"), cell("survives"), number("bytes"), cell("verdict")), rows)
 
 
-def roles(report: Report) -> str:
+def roles(report: AnalysisReport) -> str:
     """Return bytes by role."""
     heads = (cell("role"), *map(number, ("held", "unique", "derivable", "redundant")))
     rows = [
@@ -148,7 +148,7 @@ def roles(report: Report) -> str:
     return table(heads, rows, "total")
 
 
-def must_write(report: Report) -> str:
+def must_write(report: AnalysisReport) -> str:
     """Return what the loss of so many domains could destroy."""
     rows = [
         map(number, (str(row.losses), size(row.bytes), amount(row.parameters), percent(row.share)))

@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from ckpt.analysis.losing import Loss
-    from ckpt.analysis.report import Report
+    from ckpt.analysis.report import AnalysisReport
     from ckpt.cli.subject import PaperCount, Subject
 
 
-def print_report(subject: Subject, report: Report) -> None:
+def print_report(subject: Subject, report: AnalysisReport) -> None:
     """Print everything: what is held, how often, what must be written, what survives."""
     out = console()
     print_summary(out, subject, report)
@@ -41,7 +41,7 @@ def heading(out: Console, text: str) -> None:
     out.print(shown(text, "bold"))
 
 
-def print_summary(out: Console, subject: Subject, report: Report) -> None:
+def print_summary(out: Console, subject: Subject, report: AnalysisReport) -> None:
     """Print what is looked at, and what is held by role."""
     out.print(shown(subject.name, "bold"))
     out.print(shown(subject.layout))
@@ -60,7 +60,7 @@ def print_summary(out: Console, subject: Subject, report: Report) -> None:
     out.print(table)
 
 
-def print_classes(out: Console, report: Report) -> None:
+def print_classes(out: Console, report: AnalysisReport) -> None:
     """Print what is held equally often, a row for each."""
     heading(out, f"How often, and what follows for {count(report.k, report.domain_kind)} lost")
     table = new_table(("held by so many ranks", "survives", "bytes", "verdict"), ("bytes",))
@@ -71,7 +71,7 @@ def print_classes(out: Console, report: Report) -> None:
     out.print(table)
 
 
-def print_must_write(out: Console, report: Report) -> None:
+def print_must_write(out: Console, report: AnalysisReport) -> None:
     """Print what the loss of so many domains could destroy."""
     heading(out, f"What must be written, so that the loss of so many {report.domain_kind}s costs nothing")
     heads = ("lost", "bytes", "parameters", "share")
@@ -81,7 +81,7 @@ def print_must_write(out: Console, report: Report) -> None:
     out.print(table)
 
 
-def print_survival(out: Console, report: Report) -> None:
+def print_survival(out: Console, report: AnalysisReport) -> None:
     """Print what is still held after so many losses."""
     heading(out, f"What is still held after so many {report.domain_kind}s are lost at once")
     heads = ("lost", "in the worst case", "expected", "chance that all is", "worst case is")

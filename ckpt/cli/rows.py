@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ckpt.analysis.classes import CellClass, RoleCopies
-    from ckpt.analysis.report import MustWrite, Report
+    from ckpt.analysis.report import AnalysisReport, MustWrite
     from ckpt.analysis.survival import Held
     from ckpt.cli.subject import PaperCount
 
@@ -80,7 +80,7 @@ def merged_classes(classes: Sequence[CellClass]) -> list[MergedClass]:
     return rows
 
 
-def shown_losses(report: Report) -> Sequence[MustWrite]:
+def shown_losses(report: AnalysisReport) -> Sequence[MustWrite]:
     """Return the rows of "must be written" that are shown."""
     return report.must_write[: max(SHOWN_LOSSES, report.k)]
 

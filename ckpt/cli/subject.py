@@ -187,7 +187,8 @@ def _of_description(described: Description, chosen: str | None, changed: tuple[s
         graph = exact_graph(described)
         return None if graph is None else tuple(pieces_of(graph))
 
-    return Subject("description", described.model.name, layout, holdings, hosts, (), tuple(assumed), paper, pieces)
+    model = described.model
+    return Subject("description", model.name, layout, holdings, hosts, model.notes, tuple(assumed), paper, pieces)
 
 
 def words(parallel: Parallel) -> str:
@@ -196,6 +197,8 @@ def words(parallel: Parallel) -> str:
     said = [f"{name} {degree}" for name, degree in degrees if degree > 1] or ["one rank"]
     if parallel.shard is not None and parallel.shard != parallel.data:
         said.append(f"shard {parallel.shard}")
+    if parallel.autotp:
+        said.append("AutoTP")
     master = ", fp32 masters" if parallel.masters else ""
     return (
         f"{parallel.kind}, ZeRO-{3 if parallel.kind == 'fsdp2' else parallel.zero}, {' × '.join(said)}, "

@@ -154,9 +154,12 @@ class _Builder:
         if key not in self._tables:
             self._tables[key] = np.full(len(group), NOBODY, np.int64)
         table = self._tables[key]
-        for owner in owners[table[owners] == NOBODY].tolist():
-            members = group.array[owner]
-            table[owner] = self._number([self._ranks[stage, rank][members] for stage, rank in places])
+        unknown = owners[table[owners] == NOBODY]
+        if len(unknown):  # all at once: ZeRO-3 has as many owners as data ranks
+            fresh = np.unique(unknown)
+            stage, rank = np.array(places, np.int64).T[:, :, None]
+            held = self._ranks[stage, rank, group.array[fresh, None, :]].reshape(len(fresh), -1)
+            table[fresh] = [self._sets.number(ranks) for ranks in np.sort(held, axis=1).tolist()]
         return table[owners]
 
     def _scalar_ranks(self, tensor: Described) -> list[Numbers]:

@@ -17,6 +17,10 @@ DEEPSEEK = ("deepseek_v3", "kimi_k2")
 MOE = ("mixtral", "qwen3_moe", *DEEPSEEK)
 MAX_LAYERS, MAX_EXPERTS = 10_000, 65_536
 
+KEY_VALUE_HEADS = {"mistral": 8, "mixtral": 8, "qwen2": 32, "qwen3": 32, "qwen3_moe": 4}
+"""Defaults of transformers' ``configuration_<model_type>.py``, for a config that does not say it; one that says null,
+or another model_type, has as many as heads."""
+
 
 def llama_family(builder: Builder, fields: Fields, kind: str) -> None:
     """Describe a decoder of this model_type (``modeling_<model_type>.py`` of transformers)."""
@@ -39,6 +43,11 @@ def llama_family(builder: Builder, fields: Fields, kind: str) -> None:
         else:
             builder.block(prefix, lambda: iter(dense), len(dense), layer=layer)
         builder.block(prefix, lambda: iter(norms), len(norms), layer=layer)
+    ahead = fields.integer("num_nextn_predict_layers", 0, least=0, most=MAX_LAYERS) if kind in DEEPSEEK else 0
+    if ahead:
+        builder.notes.append(
+            f"num_nextn_predict_layers is {ahead}: layers that predict further tokens are left out, as in transformers"
+        )
     builder.one(whole("model.norm.weight", hidden), "last")
     if fields.boolean("tie_word_embeddings", False):
         builder.tied.append(Tied("lm_head.weight", "model.embed_tokens.weight"))
@@ -68,9 +77,10 @@ class _Grouped:
     @classmethod
     def read(cls, fields: Fields, kind: str, hidden: int) -> _Grouped:
         heads = fields.integer("num_attention_heads", most=2**16)
-        kv = fields.integer("num_key_value_heads", heads, most=2**16)
+        default = heads if fields.given("num_key_value_heads") else KEY_VALUE_HEADS.get(kind, heads)
+        kv = fields.integer("num_key_value_heads", default, most=2**16)
         fields.require(heads % kv == 0, f"num_key_value_heads {kv} does not divide num_attention_heads {heads}")
-        head = fields.integer("head_dim", max(1, hidden // heads))
+        head = fields.integer("head_dim", 128 if kind == "qwen3" else max(1, hidden // heads))
         if kind == "qwen2":
             biased = {"q": True, "k": True, "v": True, "o": False}
         else:

@@ -28,6 +28,7 @@ class Builder:
     def __init__(self) -> None:
         self.count = 0
         self.tied: list[Tied] = []
+        self.notes: list[str] = []
         self._blocks: list[tuple[str, int | None, str, Callable[[], Iterator[Line]]]] = []
 
     def block(

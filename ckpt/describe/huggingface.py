@@ -50,6 +50,7 @@ def model_of_config(config: Mapping[str, Any], where: str = "config.json") -> Mo
         problems.append(f"the config describes {builder.count} tensors, at most {MAX_TENSORS}")
     if problems:
         refuse(f"{where}, model_type {kind!r}", problems)
-    model = ModelSpec(str(config.get("_name_or_path") or kind), tuple(builder.tensors()), tuple(builder.tied))
+    name = str(config.get("_name_or_path") or kind)
+    model = ModelSpec(name, tuple(builder.tensors()), tuple(builder.tied), tuple(builder.notes))
     model.check()
     return model

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, NoReturn
 
-from ckpt.errors import ConfigError
+from ckpt.errors import ConfigError, LayoutError
 from ckpt.layout.spec import ITEMSIZE
-from ckpt.layout.tiling import Runs, chunked, fused, length
+from ckpt.layout.tiling import Runs, balanced, chunked, fused, length, take
 from ckpt.words import count
 
 if TYPE_CHECKING:
@@ -22,7 +22,8 @@ KINDS = ("matrix", "norm", "bias", "embedding", "expert", "router", "buffer")
 PLACES = ("first", "last", "ends", "every")
 
 MAX_TENSORS = 1_000_000
-MAX_ELEMENTS = 2**62
+MAX_ELEMENTS = 2**50
+"""of one tensor, so that with any dtype its bytes are an int64; ``Description`` bounds what a whole job holds"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +69,9 @@ class Split:
             raise ConfigError(f"the fused parts add up to {sum(n for n, _ in parts)}, expected {size}")
         return cls(dim, parts)
 
-    def runs(self, size: int, degree: int, rank: int, *, uneven: bool, multiple: int | None) -> tuple[Runs, int]:
+    def runs(
+        self, size: int, degree: int, rank: int, *, uneven: bool, multiple: int | None, autotp: bool = False
+    ) -> tuple[Runs, int]:
         """Return what ``rank`` of ``degree`` holds of a dimension of ``size``, and the length of its local dimension.
 
         Args:
@@ -77,10 +80,15 @@ class Split:
             rank: which of them.
             uneven: may a dimension be cut by the rule of ``torch.chunk`` (DTensor), rather than only evenly?
             multiple: pad a vocabulary until each rank has a multiple of this many rows (Megatron); None: do not pad.
+            autotp: cut as DeepSpeed's AutoTP does, never padded (``get_shard_size`` of its
+                ``module_inject/tp_shard.py``, with its default ``tp_grain_size`` of 1).
 
         Raises:
             LayoutError: the dimension cannot be cut that way.
         """
+        if autotp:
+            runs = _autotp(self.parts or ((size, size),), degree, rank)
+            return runs, length(runs)
         if self.vocabulary and multiple is not None:
             rows = -(-size // (multiple * degree)) * multiple
             first = min(rank * rows, size)
@@ -91,6 +99,22 @@ class Split:
         else:
             runs = fused(self.parts or ((size, size),), degree, rank)
         return runs, length(runs)
+
+
+def _autotp(parts: Sequence[tuple[int, int]], degree: int, rank: int) -> Runs:
+    """Return what AutoTP leaves on a rank of matrices one behind the other, given as (size, heads).
+
+    It cuts what belongs to heads between key/value heads, of queries too, and unevenly if it must. How many those are,
+    a part that has heads does not say, but if they divide evenly it makes no difference.
+    """
+    joined: list[tuple[int, int]] = []
+    start = 0
+    for size, units in parts:
+        if units != size and (units % degree or size % degree):
+            raise LayoutError(f"tp {degree} does not divide {units} heads, and where AutoTP cuts then is not described")
+        joined += balanced(((start, size),), degree, rank)
+        start += size
+    return take(tuple(joined), 0, length(tuple(joined)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,11 +154,15 @@ class Tied:
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """All tensors in module order, which is the order in which flat optimizers lay them out."""
+    """All tensors in module order, which is the order in which flat optimizers lay them out.
+
+    ``notes``: what a reader should know of how they were found.
+    """
 
     name: str
     tensors: tuple[Described, ...]
     tied: tuple[Tied, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @classmethod
     def from_named_shapes(
@@ -175,11 +203,12 @@ class ModelSpec:
 
     def check(self) -> None:
         """Raise :class:`ConfigError` with every tensor that cannot be."""
-        problems = list(self._problems())
+        problems = list(self.problems())
         if problems:
             refuse(f"model {self.name!r} cannot be", problems)
 
-    def _problems(self) -> Iterable[str]:
+    def problems(self) -> Iterable[str]:
+        """Yield everything that cannot be."""
         if not self.tensors:
             yield "it has no tensors"
         names: set[str] = set()

@@ -11,13 +11,14 @@ import numpy.typing as npt
 
 from ckpt.describe.model import refuse
 from ckpt.errors import ConfigError
+from ckpt.layout.mesh import AXES
 from ckpt.layout.spec import ITEMSIZE
+from ckpt.layout.structs import gather
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
 ENGINES = ("ddp", "deepspeed", "fsdp2", "zero_redundancy_optimizer", "megatron")
-AXES = ("pp", "dp", "cp", "tp")
 LOW_PRECISION = ("bfloat16", "float16")
 MAX_WORLD = 2**20
 
@@ -48,7 +49,8 @@ class Parallel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     ``decay_groups``: two parameter groups, matrices and the rest.
     ``vocabulary_multiple``: each tensor rank's rows of a vocabulary are padded to a multiple of it (Megatron's
     ``make-vocab-size-divisible-by``); None: 128 with megatron, 1 with deepspeed, else no padding.
-    ``world``: if given, checked.
+    ``autotp``: tensor parallelism is DeepSpeed's AutoTP, which pads nothing and cuts unevenly. ``world``: if given,
+    checked.
     """
 
     engine: str | None = None
@@ -68,6 +70,7 @@ class Parallel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     optimizer: str = "adamw"
     decay_groups: bool = False
     vocabulary_multiple: int | None = None
+    autotp: bool = False
     world: int | None = None
 
     @classmethod
@@ -75,12 +78,12 @@ class Parallel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         """Return it from plain data (the ``parallel:`` part of a file, called ``where`` in errors).
 
         Raises:
-            ConfigError: an unknown key or a wrong type.
+            ConfigError: with every unknown key and wrong type.
         """
         try:
             return msgspec.convert(plain, cls)
         except msgspec.ValidationError as error:
-            raise ConfigError(f"{where}: {error}") from error
+            raise ConfigError(f"{where}: {'; '.join(gather(plain, cls)[1])}") from error
 
     @property
     def ranks(self) -> int:
@@ -202,6 +205,10 @@ class Parallel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         allowed = {"ddp": (0,), "fsdp2": (0, 3), "zero_redundancy_optimizer": (0, 1), "megatron": (0, 1)}.get(self.kind)
         if allowed and self.zero not in allowed:
             yield f"{self.kind} has no ZeRO stage {self.zero}, expected one of {list(allowed)}"
+        if self.autotp and self.kind != "deepspeed":
+            yield f"autotp is for deepspeed, the engine is {self.kind}"
+        if self.autotp and self.vocabulary_multiple is not None:
+            yield "autotp pads no vocabulary, so no vocabulary_multiple"
         if self.kind == "deepspeed" and self.zero > 1 and self.pp > 1:
             yield f"DeepSpeed refuses ZeRO-{self.zero} with a pipeline: use ZeRO-1, or fsdp2"
         if self.kind == "deepspeed" and self.zero == 3 and self.ep > 1:

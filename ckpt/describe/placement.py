@@ -16,11 +16,14 @@ from ckpt.describe.engines import Cuts, Local, cuts_of
 from ckpt.describe.model import Described, ModelSpec, refuse
 from ckpt.describe.parallel import STATE, Mesh, Parallel
 from ckpt.errors import LayoutError
-from ckpt.layout.spec import BUFFER, MASTER, PARAM
+from ckpt.layout.spec import BUFFER, ITEMSIZE, MASTER, PARAM
 from ckpt.layout.tiling import Runs, Tiling
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+MAX_HELD = 2**60
+"""Bytes that all ranks may hold together, copies counted: an int64, with room to tell more than there is from it."""
 
 Geometry = tuple[tuple[Runs, int], ...]
 """For each tensor rank (runs, length of the local dimension) along the dimension that is cut."""
@@ -127,9 +130,9 @@ class Description:
                 self._geometry[key] = ((((0, n),), n),) * p.tp
             else:
                 uneven = p.kind in ("ddp", "fsdp2", "zero_redundancy_optimizer")
-                multiple = p.vocabulary_padding
+                size, multiple = tensor.shape[split.dim], p.vocabulary_padding
                 self._geometry[key] = tuple(
-                    split.runs(tensor.shape[split.dim], p.tp, t, uneven=uneven, multiple=multiple) for t in range(p.tp)
+                    split.runs(size, p.tp, t, uneven=uneven, multiple=multiple, autotp=p.autotp) for t in range(p.tp)
                 )
         return self._geometry[key]
 
@@ -212,6 +215,13 @@ class Description:
                 yield f"{t.fqn!r} has no dimension, FSDP cannot cut it"
         if p.ep > 1 and (not self._experts or self._experts % p.ep):
             yield f"ep {p.ep} does not divide the {self._experts} experts of the model"
+        held = sum(self._bytes(t) * len(self.stages[t.fqn]) for t in self.model.tensors) * p.ranks // p.pp
+        if held >= MAX_HELD:
+            yield f"its ranks could hold {held} bytes in all (each stage on each of its ranks), expected < {MAX_HELD}"
+
+    def _bytes(self, tensor: Described) -> int:
+        """Return the bytes of a tensor with all of its roles, without scalars."""
+        return tensor.numel * sum(ITEMSIZE[column.dtype] for column in self.columns(tensor) if not column.scalar)
 
 
 def _stages(model: ModelSpec, parallel: Parallel) -> list[int]:

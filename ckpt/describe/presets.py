@@ -53,7 +53,10 @@ class Preset:
 PRESETS: dict[str, Preset] = {
     "yi-34b": Preset(
         _YI_34B,
-        {"engine": "megatron", "zero": 1, "tp": 4, "pp": 2, "dp": 16, "ranks_per_host": 8},
+        {
+            "engine": "megatron", "zero": 1, "tp": 4, "pp": 2, "dp": 16, "order": ("dp", "pp", "cp", "tp"),
+            "ranks_per_host": 8,
+        },
         "Published: ZeRO-1 over data parallelism, tensor and pipeline parallelism inside a host. Degrees are not: "
         "tp 4 x pp 2 fills a host of 8, dp 16 is chosen; the share does not depend on dp from 2 on.",
         paper=25.0,
@@ -87,12 +90,13 @@ PRESETS: dict[str, Preset] = {
     "llama3-405b": Preset(
         _LLAMA3_405B,
         {
-            "engine": "megatron", "zero": 1, "tp": 8, "pp": 16, "dp": 128, "ranks_per_host": 8,
+            "engine": "megatron", "zero": 1, "tp": 8, "pp": 16, "dp": 128, "order": ("dp", "pp", "cp", "tp"),
+            "ranks_per_host": 8,
             "stages": (7, *(8,) * 14, 7),
         },
-        "Published: 16,384 GPUs, tp 8 x pp 16 x dp 128, one layer fewer on the first and the last stage. Its data "
-        "parallelism is an FSDP of its own; the distributed optimizer stands for it, engine fsdp2 with zero 3 is the "
-        "other reading.",
+        "Published: 16,384 GPUs, tp 8 x pp 16 x dp 128 in this order from the fastest, one layer fewer on the first "
+        "and the last stage. Its data parallelism is an FSDP of its own; the distributed optimizer stands for it, "
+        "engine fsdp2 with zero 3 is the other reading.",
     ),
 }  # fmt: skip
 

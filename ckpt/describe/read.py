@@ -1,35 +1,17 @@
-"""Reading what a user hands in: JSON or YAML from a file nobody has checked, and the fields of a mapping. Pure."""
+"""Reading what a user hands in: a description from a file nobody has checked, and the fields of a mapping. Pure."""
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
 from ckpt.errors import ConfigError
+from ckpt.layout.parsing import parse_mapping, shortened
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
 MAX_BYTES = 4 * 2**20
 """of a description: the longest config.json that people publish has a few kilobytes"""
-
-
-class _PlainLoader(yaml.SafeLoader):  # type: ignore[misc]  # yaml has no types
-    """YAML without aliases (a few lines of which expand to gigabytes) and repeated keys (the last would win)."""
-
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        if self.check_event(yaml.AliasEvent):
-            raise yaml.YAMLError("aliases (*name) are not allowed")
-        return super().compose_node(parent, index)
-
-    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-        repeated = sorted({str(key) for key in keys if keys.count(key) > 1}) if len(set(keys)) < len(keys) else []
-        if repeated:
-            raise yaml.YAMLError(f"keys listed twice: {', '.join(repeated[:5])}")
-        return super().construct_mapping(node, deep=deep)
 
 
 def parse(text: str | bytes, where: str) -> dict[str, Any]:
@@ -40,31 +22,7 @@ def parse(text: str | bytes, where: str) -> dict[str, Any]:
     """
     if len(text) > MAX_BYTES:
         raise ConfigError(f"{where}: {len(text)} bytes, a description has at most {MAX_BYTES}")
-    try:
-        decoded = text.decode("utf-8") if isinstance(text, bytes) else text
-        if decoded.lstrip().startswith("{"):
-            try:
-                found = json.loads(decoded)
-            except json.JSONDecodeError:
-                found = yaml.load(decoded, _PlainLoader)  # noqa: S506 # a SafeLoader; YAML has braces too
-        else:
-            found = yaml.load(decoded, _PlainLoader)  # noqa: S506 # a SafeLoader
-    # ValueError: a number of thousands of digits, an impossible date; RecursionError: brackets in brackets.
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{where}: neither JSON nor YAML: {_reason(error)}") from error
-    if not isinstance(found, dict) or not all(isinstance(key, str) for key in found):
-        raise ConfigError(f"{where}: expected a mapping with names as keys, found {type(found).__name__}")
-    return found
-
-
-def _reason(error: Exception) -> str:
-    """Return what is wrong in one line: PyYAML draws the place over several."""
-    if isinstance(error, yaml.MarkedYAMLError):
-        marks = (error.context_mark, error.problem_mark)
-        places = ["" if m is None else f"in line {m.line + 1}, column {m.column + 1}" for m in marks]
-        said = [f"{text} {place}" for text, place in zip((error.context, error.problem), places, strict=True) if text]
-        return _short_text(", ".join(" ".join(one.split()) for one in said), 400)
-    return _short_text(" ".join(str(error).split())) or type(error).__name__
+    return parse_mapping(text, where)
 
 
 class Fields:
@@ -73,6 +31,10 @@ class Fields:
     def __init__(self, plain: Mapping[str, Any]) -> None:
         self._plain = plain
         self.problems: list[str] = []
+
+    def given(self, name: str) -> bool:
+        """Is there such an entry, be it null?"""
+        return name in self._plain
 
     def integer(self, name: str, default: int | None = None, *, least: int = 1, most: int = 2**24) -> int:
         """Return a number within bounds; a missing or null one is the default, which None makes a problem."""
@@ -113,8 +75,4 @@ class Fields:
 
 
 def _short(value: object) -> str:
-    return _short_text(repr(value), 60)
-
-
-def _short_text(text: str, most: int = 200) -> str:
-    return text if len(text) <= most else text[: most - 3] + "..."
+    return shortened(repr(value), 60)

@@ -34,11 +34,14 @@ class Context:
         """Return the global name of what this rank calls ``local``.
 
         Raises:
-            ConfigError: the user's function returned no name.
+            ConfigError: the user's function failed or returned no name.
         """
         if self.rename is None:
             return self.rules.rename(local)
-        name: Any = self.rename(local)
+        try:
+            name: Any = self.rename(local)
+        except Exception as error:
+            raise ConfigError(f"names({local!r}) raised {type(error).__name__}: {error}") from error
         if not (name and isinstance(name, str)):
             raise ConfigError(f"names({local!r}) returned {name!r}, expected the global name of that tensor")
         return name

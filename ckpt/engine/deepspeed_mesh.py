@@ -127,10 +127,8 @@ def _expert_parallel(engine: Any, mesh: Mesh, context: Context) -> None:
             mesh.experts[name] = context.groups["ep"]
         else:
             mesh.problems.append(f"experts of group {name!r}: the engine has no such expert-parallel group")
-    if len(mesh.experts) == 1:
-        mesh.groups["ep"] = next(iter(mesh.experts.values()))
-    else:  # layers of different expert parallelism
-        mesh.groups |= {f"ep {name}": ranks for name, ranks in mesh.experts.items()}
+    # By name: layers, and so stages of a pipeline, may differ in their expert parallelism.
+    mesh.groups |= {f"ep {name}": ranks for name, ranks in mesh.experts.items()}
 
 
 def _reduced(p: Any) -> bool:

@@ -12,20 +12,20 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 
 from ckpt.engine.deepspeed_mesh import Mesh, mesh_of, number_in
 from ckpt.engine.shared_check import class_names
+from ckpt.engine.shared_objects import stateful_modules
 from ckpt.engine.shared_partition import Named, clean_name
 from ckpt.engine.shared_tiling import Tiler
 from ckpt.errors import LayoutError
-from ckpt.layout.mesh import problems_of_rank
+from ckpt.layout.mesh import idle_problems, problems_of_rank
 from ckpt.layout.tiling import Runs, Tiling, length, take
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
-
-    import torch
 
     from ckpt.engine.base import Context
 
@@ -41,7 +41,8 @@ class Naming:
     """One survey of an engine.
 
     ``named``: ``id(parameter)`` -> what it is, in module order; ``buffers``: the persistent ones; ``aliases``: tied
-    name -> listed name. ``problems``: everything that cannot be named or placed.
+    name -> listed name; ``stateful``: modules with state beside tensors, by global name. ``problems``: everything that
+    cannot be named or placed.
     """
 
     mesh: Mesh
@@ -49,6 +50,7 @@ class Naming:
     named: dict[int, Named] = field(default_factory=dict)
     buffers: list[Named] = field(default_factory=list)
     aliases: dict[str, str] = field(default_factory=dict)
+    stateful: dict[str, torch.nn.Module] = field(default_factory=dict)
     _experts: dict[str, int] = field(default_factory=dict)
     _apart: dict[int, int] = field(default_factory=dict)
     _problems: list[str] = field(default_factory=list)
@@ -58,11 +60,13 @@ class Naming:
         """Survey an engine; nothing of it is changed, and nothing is refused yet (see :attr:`problems`)."""
         mesh = mesh_of(engine, context)
         tp = mesh.groups.get("tp", ())
-        found = cls(mesh, Tiler(context, number_in(tp), max(1, len(tp))))
+        alone = not tp and dist.get_world_size() > 1
+        found = cls(mesh, Tiler(context, number_in(tp), max(1, len(tp)), unnamed=alone))
         found._find_experts(engine.module)
         found._apart = dict(_not_tied(engine.module))
         found._name_parameters(engine.module)
         found._name_buffers(engine.module)
+        found.stateful = {found._module_name(n): child for n, child in stateful_modules(engine.module).items()}
         return found
 
     @property
@@ -77,12 +81,11 @@ class Naming:
         Where the ranks hold different modules, a rule that is idle here may fit elsewhere.
         """
         apart = self.mesh.experts or len(self.mesh.groups.get("pp", ())) > 1
-        idle = () if apart else sorted(self.tiler.unused())
+        idle = () if apart else self.tiler.unused()
         found = problems_of_rank(dist.get_rank(), self.mesh.groups, dist.get_world_size())
-        return found + [f"rule {rule!r} fits nothing on any rank" for rule in idle]
+        return found + idle_problems(idle)
 
-    def module_name(self, local: str) -> str:
-        """Return the global name of a module with state of its own."""
+    def _module_name(self, local: str) -> str:
         return self._name(f"{local}.{_EXTRA}" if local else _EXTRA).removesuffix(_EXTRA).removesuffix(".")
 
     def _name(self, local: str, tensor: Any = None) -> str:
@@ -125,12 +128,6 @@ class Naming:
                 self._problems.append(f"parameters {taken[fqn]!r} and {name!r} of this rank are both named {fqn!r}")
             taken[fqn] = name
             self.named[id(p)] = Named(fqn, self._tiling(fqn, tuple(getattr(p, "ds_shape", p.shape)), p), p)
-        cut = any(entry.tiling.shape != entry.tiling.local for entry in self.named.values())
-        if self.tiler.degree > 1 and self.named and not (cut or self.tiler.context.rules.tensors or self.problems):
-            self._problems.append(
-                f"tensor parallelism of degree {self.tiler.degree}, but no parameter is marked as cut and no rule "
-                f"says how: pass ckpt.Parallel(engine, rules=…)"
-            )
 
     def _name_buffers(self, module: torch.nn.Module) -> None:
         """List the persistent buffers; those that are not persistent are rebuilt by the model's own code."""
@@ -153,7 +150,9 @@ class Naming:
         if record is None or self.tiler.context.rules.rule_for(fqn) is not None:
             return self.tiler.tiling(fqn, local, p)
         try:
-            return autotp_tiling(record, local, self.tiler.rank)
+            tiling = autotp_tiling(record, local, self.tiler.rank)
+            self.tiler.explained |= tiling.shape != tiling.local
+            return tiling
         except LayoutError as error:
             self.tiler.problems.append(f"tensor {fqn!r}: {error}")
             return Tiling.whole(local)

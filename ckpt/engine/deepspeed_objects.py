@@ -15,7 +15,7 @@ from ckpt.engine.base import Mismatch
 from ckpt.engine.deepspeed_layout import inner_optimizer
 from ckpt.engine.deepspeed_refuse import ask
 from ckpt.engine.shared_groups import capture_groups, match_groups, restore_groups
-from ckpt.engine.shared_objects import capture_scheduler, gathered, restore_scheduler, stateful_modules
+from ckpt.engine.shared_objects import capture_scheduler, gathered, restore_scheduler
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -50,7 +50,7 @@ def capture_objects(engine: Any, partitions: list[Partition], naming: Naming) ->
         "loss_scaler": _capture_scaler(optimizer),
         "flags": {name: _plain_flag(getattr(optimizer, name)) for name in _FLAGS if hasattr(optimizer, name)},
     }
-    modules = {name: module.get_extra_state() for name, module in _stateful(engine, naming).items()}
+    modules = {name: module.get_extra_state() for name, module in naming.stateful.items()}
     if modules:
         found["modules"] = modules
     random_ltd = getattr(engine, "random_ltd_scheduler", None)
@@ -59,16 +59,12 @@ def capture_objects(engine: Any, partitions: list[Partition], naming: Naming) ->
     return found
 
 
-def _stateful(engine: Any, naming: Naming) -> dict[str, torch.nn.Module]:
-    return {naming.module_name(name): module for name, module in stateful_modules(engine.module).items()}
-
-
 def compare_objects(
     engine: Any, partitions: list[Partition], naming: Naming, saved: Sequence[Mapping[str, Any]]
 ) -> Mismatch:
     """Return what :func:`restore_objects` could not put back of ``saved``."""
     inner = inner_optimizer(engine.optimizer)
-    here, there = _stateful(engine, naming).keys(), gathered(saved, "modules").keys()
+    here, there = naming.stateful.keys(), gathered(saved, "modules").keys()
     missing = [f"extra state of module {name!r}" for name in sorted(here - there)]
     unexpected = [f"extra state of module {name!r}" for name in sorted(there - here)]
     conflicts: tuple[str, ...] = ()
@@ -84,7 +80,8 @@ def compare_objects(
 def _match(
     inner: Any, partitions: list[Partition], naming: Naming, groups: Sequence[Mapping[str, Any] | None]
 ) -> Match:
-    part = any(len(naming.mesh.groups.get(axis, ())) > 1 for axis in ("pp", "ep")) or len(naming.mesh.experts) > 1
+    several = (naming.mesh.groups.get("pp", ()), naming.mesh.groups.get("ep", ()), *naming.mesh.experts.values())
+    part = any(len(ranks) > 1 for ranks in several) or len(naming.mesh.experts) > 1
     return match_groups(inner, partitions, groups, naming.aliases, part=part)
 
 
@@ -110,7 +107,7 @@ def restore_objects(
         if hasattr(optimizer, name):
             setattr(optimizer, name, value)
     states = gathered(saved, "modules")
-    for name, module in _stateful(engine, naming).items():
+    for name, module in naming.stateful.items():
         if name in states:
             module.set_extra_state(states[name])
     return notes

@@ -16,12 +16,18 @@ def adapter_for(engine: object) -> EngineAdapter:
     """Return the adapter of ``engine``; an object that is an adapter itself (a user's own) is returned as it is.
 
     Raises:
-        ConfigError: no adapter knows this type, or an adapter of the user's own lacks a method.
+        ConfigError: no adapter knows this type, or an adapter of the user's own lacks a method or comes with rules that
+            it would not see.
     """
     context = Context()
     if isinstance(engine, Parallel):
         context, engine = engine.context, engine.engine
     if isinstance(engine, EngineAdapter):
+        if context != Context():
+            raise ConfigError(
+                f"ckpt.Parallel around an adapter of type {type(engine).__name__}: rules, groups and names would not "
+                f"reach it; expected the adapter to name groups and tensors itself"
+            )
         return engine
     # By name: DeepSpeed takes seconds to import and need not be installed to save another engine.
     if any(cls.__name__ == "DeepSpeedEngine" for cls in type(engine).__mro__):

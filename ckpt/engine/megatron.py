@@ -135,6 +135,7 @@ class MegatronAdapter:
         found = survey(self._chunks, self._context)
         partitions = partitions_of(self._optimizer, found.named)
         state = EngineState(aliases=found.aliases, groups=axis_groups(self._context), unused=found.unused)
+        state.assumed = found.assumed
         state.derived = derived_names(partitions, found.named)
         state.shards += _shards(found.named.values(), PARAM)
         state.shards += _shards(found.buffers, BUFFER)

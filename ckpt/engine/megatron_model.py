@@ -8,10 +8,11 @@ names are the same for the local and for the Transformer Engine modules.
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
 from ckpt.engine.shared_check import class_names
 from ckpt.engine.shared_partition import Named
@@ -49,6 +50,7 @@ class Survey:
 
     ``named``: ``id(parameter) -> Named``; ``buffers``: persistent ones. ``aliases``: tied name -> listed name.
     ``extras``: global name -> module with extra state, and that state. ``unused``: rules that fitted nothing here.
+    ``assumed``: names that count as whole on all tensor-parallel ranks because only a rule says so.
     """
 
     named: dict[int, Named] = field(default_factory=dict)
@@ -56,6 +58,7 @@ class Survey:
     aliases: dict[str, str] = field(default_factory=dict)
     extras: dict[str, tuple[torch.nn.Module, Any]] = field(default_factory=dict)
     unused: set[str] = field(default_factory=set)
+    assumed: set[str] = field(default_factory=set)
 
 
 def process_group(name: str) -> Any:
@@ -73,7 +76,7 @@ def axis_groups(context: Context) -> dict[str, tuple[int, ...]]:
     for axis, getter in _GROUPS.items():
         group = process_group(getter)
         if group is not None and (axis not in _OPTIONAL or group.size() > 1):
-            found[axis] = tuple(torch.distributed.get_process_group_ranks(group))
+            found[axis] = tuple(dist.get_process_group_ranks(group))
     return {**found, **context.groups}
 
 
@@ -116,6 +119,7 @@ def survey(chunks: Sequence[Any], context: Context) -> Survey:
             found.aliases[tied] = listed
     tilers.dense.check("the Megatron model")
     found.unused = tilers.dense.unused()
+    found.assumed = tilers.dense.assumed | tilers.experts.assumed
     return found
 
 
@@ -124,17 +128,25 @@ class _Tilers:
 
     def __init__(self, context: Context) -> None:
         self.context = context
-        self.dense = Tiler(context, *_place_in(process_group(_GROUPS["tp"])))
+        groups, several = axis_groups(context), dist.is_initialized() and dist.get_world_size() > 1
+        rank, degree = _place_in(groups.get("tp", ()))
+        # Explained: sharded_state_dict() says of every tensor how it is cut.
+        self.dense = Tiler(context, rank, degree, unnamed=several and "tp" not in groups, explained=True)
         self.problems = self.dense.problems
-        rank, degree = _place_in(process_group("get_expert_tensor_parallel_group"))
-        self.experts = Tiler(context, rank, degree, self.problems, self.dense.seen, self.dense.locals_seen)
+        own = dist.get_rank() if dist.is_initialized() else 0
+        self.problems += [f"group {a!r} lacks this rank ({own})" for a, ranks in groups.items() if own not in ranks]
+        of_experts = process_group("get_expert_tensor_parallel_group")
+        if of_experts is not None:  # else that of the dense ones is theirs too
+            rank, degree = of_experts.rank(), of_experts.size()
+        self.experts = replace(self.dense, rank=rank, degree=degree, assumed=set())
 
     def of(self, tensor: torch.Tensor) -> Tiler:
         return self.dense if getattr(tensor, "allreduce", True) else self.experts
 
 
-def _place_in(group: Any) -> tuple[int, int]:
-    return (0, 1) if group is None else (group.rank(), group.size())
+def _place_in(ranks: tuple[int, ...]) -> tuple[int, int]:
+    own = dist.get_rank() if dist.is_initialized() else 0
+    return ranks.index(own) if own in ranks else 0, max(1, len(ranks))
 
 
 def _add_tensor(found: Survey, tilers: _Tilers, entry: Any) -> None:
@@ -220,6 +232,7 @@ def _offsets_in(whole: torch.Tensor, part: torch.Tensor) -> tuple[int, ...] | No
 
 
 def _add_extra(found: Survey, tilers: _Tilers, model: Any, local: str, entry: Any) -> None:
+    tilers.dense.locals_seen.add(entry.key)
     value = entry.data
     if value is None or (isinstance(value, torch.Tensor) and value.numel() == 0):
         return  # modules that have nothing to say, or of the Transformer Engine without fp8

@@ -6,14 +6,17 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch.distributed as dist
 
 from ckpt.engine.base import Context
 from ckpt.errors import ConfigError
+from ckpt.layout.mesh import AXES
+from ckpt.layout.parsing import parse_mapping
 from ckpt.layout.rules import Rules
 
 MAX_RULES_FILE = 1 << 20
+
+_AXES = (*AXES, "ep")
 
 
 class Parallel:
@@ -28,7 +31,7 @@ class Parallel:
         names: name on this rank -> global name, a function in place of the rules' ``names``.
 
     Raises:
-        ConfigError: rules that cannot be read or understood, or a group that is none.
+        ConfigError: rules that cannot be read or understood, an unknown axis, or a group that is none.
     """
 
     def __init__(
@@ -46,6 +49,9 @@ class Parallel:
             raise ConfigError("names were given both as a function and in the rules: expected one of them")
         if names is not None and not callable(names):
             raise ConfigError(f"names is a {type(names).__name__}: expected a function from a name to a name")
+        unknown = [axis for axis in groups or {} if axis not in _AXES]
+        if unknown:
+            raise ConfigError(f"groups of {', '.join(map(repr, unknown))}: expected axes of {', '.join(_AXES)}")
         self.engine = engine
         self.context = Context(read, {axis: _ranks(axis, group) for axis, group in (groups or {}).items()}, names)
 
@@ -54,7 +60,7 @@ def read_rules(path: str | Path) -> Rules:
     """Read a rules file (YAML, of which JSON is a subset).
 
     Raises:
-        ConfigError: it cannot be read, is too large, no YAML, or no rules; names the file.
+        ConfigError: it cannot be read, is too large, no YAML, has a key twice, or no rules; names the file.
     """
     try:
         data = Path(path).read_bytes()
@@ -62,12 +68,7 @@ def read_rules(path: str | Path) -> Rules:
         raise ConfigError(f"rules file {path}: {error.strerror}") from error
     if len(data) > MAX_RULES_FILE:
         raise ConfigError(f"rules file {path}: {len(data)} bytes, at most {MAX_RULES_FILE}")
-    try:
-        plain = msgspec.yaml.decode(data)
-    except msgspec.DecodeError as error:
-        raise ConfigError(f"rules file {path}: {error}") from error
-    if not isinstance(plain, dict):
-        raise ConfigError(f"rules file {path}: expected a mapping, found {type(plain).__name__}")
+    plain = parse_mapping(data, f"rules file {path}")
     try:
         return Rules.of(plain)
     except ConfigError as error:

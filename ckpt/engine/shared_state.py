@@ -119,7 +119,9 @@ def kinds_of_fresh(inner: Any, partition: Partition) -> Kinds | None:
         trial.param_groups.append({**copy.deepcopy(group, memo), "params": [probe]})
         vars(trial).update(copy.deepcopy(own, memo))
         trial._optimizer_step_pre_hooks, trial._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
-        with torch.random.fork_rng(), torch.no_grad():
+        # Named: else all GPUs of the host are forked, which starts CUDA even for an engine on the CPU.
+        devices = [probe.device] if probe.is_cuda else []
+        with torch.random.fork_rng(devices), torch.no_grad():
             step(trial)
         return kinds_of(trial.state[probe], _like(partition, probe))
     except Exception:  # whatever a foreign optimizer's step() may raise; the checkpoint's roles then decide

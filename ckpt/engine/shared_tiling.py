@@ -7,6 +7,7 @@ from typing import Any
 
 from ckpt.engine.base import Context
 from ckpt.errors import LayoutError, UnsupportedLayout
+from ckpt.layout.mesh import UNEXPLAINED
 from ckpt.layout.rules import TensorRule, tiling_of
 from ckpt.layout.tiling import Tiling
 
@@ -15,16 +16,20 @@ from ckpt.layout.tiling import Tiling
 class Tiler:
     """Collects what cannot be expressed, so that a job learns all of it at once; call :meth:`check` at the end.
 
-    ``group``: the ranks of this rank's tensor-parallel group, ``rank``: its position there.
+    ``rank``: this rank's number in its tensor-parallel group, ``degree``: how many ranks that has. ``unnamed``: the job
+    has several ranks, and nobody names such a group. ``seen``, ``locals_seen``: names of what this rank holds, global
+    (ties not followed) and its own; the adapter adds them. ``explained``: something says how a tensor is cut.
     """
 
     context: Context
     rank: int = 0
     degree: int = 1
+    unnamed: bool = False
     problems: list[str] = field(default_factory=list)
     seen: set[str] = field(default_factory=set)
     locals_seen: set[str] = field(default_factory=set)
     assumed: set[str] = field(default_factory=set)
+    explained: bool = False
 
     def tiling(self, fqn: str, local: tuple[int, ...], tensor: Any) -> Tiling:
         """Return which part of the global tensor ``fqn`` a local tensor of this shape is.
@@ -34,7 +39,7 @@ class Tiler:
         whole by every rank; but if the user has given rules, one that no rule explains is an error, because a rule
         with a typing error would turn a slice into a whole tensor.
         """
-        self.seen.add(fqn)
+        self.check_named(fqn, tensor)
         said = self.context.rules.rule_for(fqn)
         if said is not None and said.dim is None and self.degree > 1:
             self.assumed.add(fqn)  # a word too few in a rule makes a slice a whole tensor
@@ -51,12 +56,23 @@ class Tiler:
             self.problems.append(f"tensor {fqn!r}: {error}")
             return Tiling.whole(local)
 
+    def check_named(self, fqn: str, tensor: Any) -> None:
+        """Note a problem if a tensor is said to be cut but nobody says with whom: every slice would count as whole."""
+        rule = self.context.rules.rule_for(fqn)
+        if self.unnamed and (_marked(tensor) if rule is None else rule.dim is not None):
+            why = "it is marked as tensor parallel" if rule is None else f"rule {rule.match!r} cuts it"
+            self.problems.append(
+                f'tensor {fqn!r}: {why}, but nobody says with whom: expected groups={{"tp": …}} with the ranks of its '
+                f"group (with this rank alone if it is whole)"
+            )
+
     def _by_attributes(self, fqn: str, tensor: Any) -> TensorRule | None:
-        marked = getattr(tensor, "tensor_model_parallel", getattr(tensor, "model_parallel", None))
+        marked = _marked(tensor)
         if self.degree == 1 or marked is None:
             return None
         if not marked:
             return TensorRule(match=fqn)
+        self.explained = True
         dim, stride = getattr(tensor, "partition_dim", -1), getattr(tensor, "partition_stride", 1)
         if type(dim) is not int or dim < 0 or type(stride) is not int or stride < 1:
             self.problems.append(
@@ -67,10 +83,19 @@ class Tiler:
         return TensorRule(match=fqn, dim=dim, stride=stride)
 
     def unused(self) -> set[str]:
-        """Return the user's rules that have fitted nothing so far."""
-        return self.context.rules.unused(self.seen, self.locals_seen)
+        """Return the user's rules that have fitted nothing so far.
+
+        And :data:`ckpt.layout.mesh.UNEXPLAINED`, which only all ranks together can tell from a stage of whole tensors.
+        """
+        explained = self.degree == 1 or self.explained or bool(self.context.rules.tensors)
+        return self.context.rules.unused(self.seen, self.locals_seen) | (set() if explained else {UNEXPLAINED})
 
     def check(self, what: str) -> None:
         """Raise :class:`UnsupportedLayout` with every problem, if there is any."""
         if self.problems:
             raise UnsupportedLayout(f"{what} cannot be saved or loaded", tuple(self.problems))
+
+
+def _marked(tensor: Any) -> Any:
+    """Return what Megatron's attribute says: cut (true), whole (false), or None where there is none."""
+    return getattr(tensor, "tensor_model_parallel", getattr(tensor, "model_parallel", None))

@@ -58,21 +58,10 @@ def layout_of(parts: Parts, context: Context, stated: Collection[str] = ()) -> L
     """
     group = context.groups.get("tp", ())
     me = dist.get_rank() if dist.is_initialized() else 0
-    layout = Layout(Tiler(context, group.index(me) if me in group else 0, max(1, len(group))))
+    place = group.index(me) if me in group else 0
+    layout = Layout(Tiler(context, place, max(1, len(group)), unnamed=not group and _world() > 1))
     for model in parts.models:
         _add_model(layout, model, several=len(parts.models) > 1)
-    if layout.tiler.degree > 1 and not _explained(layout):
-        layout.tiler.problems.append(
-            f"there is a tensor-parallel group of {layout.tiler.degree} ranks, but no rule, DTensor or attribute of "
-            f"Megatron's kind says how any tensor is cut for it"
-        )
-    if not group and dist.is_initialized() and dist.get_world_size() > 1:
-        layout.tiler.problems += [
-            f"tensor {entry.fqn!r}: it is marked as tensor parallel, but nobody says with whom: expected "
-            f'groups={{"tp": …}} with the ranks of its group (with this rank alone if it is whole)'
-            for entry in layout.named.values()
-            if _marked(entry.param) and not is_dtensor(entry.param) and context.rules.rule_for(entry.fqn) is None
-        ]
     layout.partitions = [_partitions(layout, optimizer, stated) for optimizer in parts.optimizers]
     return layout
 
@@ -140,7 +129,9 @@ def _tiling(tiler: Tiler, fqn: str, role: str, tensor: Any) -> Tiling:
         tiler.problems.append(f"tensor {fqn!r} ({role}) {trouble}")
     group = set(tiler.context.groups.get("tp", ()))
     if tiler.degree == 1 or group <= mesh_ranks(tensor):
-        tiler.seen.add(fqn)  # the DTensor knows of tensor parallelism itself
+        tiler.explained = True  # the DTensor knows of tensor parallelism itself, if its mesh can have it
+        if len(mesh_ranks(tensor)) < _world():
+            tiler.check_named(fqn, tensor)
         return tiling
     if tiler.context.rules.rule_for(fqn) is None and not tiler.context.rules.tensors:
         tiler.problems.append(
@@ -151,15 +142,8 @@ def _tiling(tiler: Tiler, fqn: str, role: str, tensor: Any) -> Tiling:
     return nested(tiler.tiling(fqn, tuple(tensor.shape), tensor), tiling)
 
 
-def _explained(layout: Layout) -> bool:
-    held = [entry.param for entry in (*layout.named.values(), *layout.buffers)]
-    group = set(layout.tiler.context.groups.get("tp", ()))
-    by_dtensor = any(is_dtensor(p) and group <= mesh_ranks(p) for p in held)
-    return bool(layout.tiler.context.rules.tensors) or by_dtensor or any(map(_marked, held)) or not held
-
-
-def _marked(tensor: Any) -> bool:
-    return any(getattr(tensor, name, False) for name in ("tensor_model_parallel", "model_parallel"))
+def _world() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def _partitions(layout: Layout, optimizer: Any, stated: Collection[str]) -> list[Partition]:

@@ -12,9 +12,10 @@ import msgspec
 
 from ckpt.errors import MalformedData
 from ckpt.layout.box import Box, first_overlap
+from ckpt.layout.runs import Run
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
     from ckpt.layout.spec import TensorSpec
 
@@ -22,9 +23,6 @@ MAX_MEMBERS = 1 << 24
 """Ranks of all sets together, and ranks of a job, that a table may name: readers expand them."""
 MAX_HOST = 255
 """Characters of a host's name (RFC 1035)."""
-
-Run = tuple[int, int, int]
-"""(first, count, step): the ranks ``first, first + step, …``; the step of a single rank is 1."""
 
 
 class HeldCell(msgspec.Struct, frozen=True, array_like=True):
@@ -43,31 +41,6 @@ class HolderTable(msgspec.Struct, frozen=True, kw_only=True):
     sets: tuple[tuple[Run, ...], ...]
     cells: tuple[tuple[HeldCell, ...], ...]
     hosts: tuple[tuple[str, int], ...] = ()
-
-
-def runs_of(ranks: Sequence[int]) -> tuple[Run, ...]:
-    """Return ascending ranks as runs, each as long as it can be.
-
-    >>> runs_of([0, 1, 2, 8, 16, 24])
-    ((0, 3, 1), (8, 3, 8))
-    """
-    runs: list[Run] = []
-    at = 0
-    while at < len(ranks):
-        step = ranks[at + 1] - ranks[at] if at + 1 < len(ranks) else 1
-        end = at + 1
-        while end < len(ranks) and ranks[end] - ranks[end - 1] == step:
-            end += 1
-        if end == at + 2 < len(ranks) and step > 1:  # two that are no neighbours: the second may begin a longer run
-            end = at + 1
-        runs.append((ranks[at], end - at, step if end - at > 1 else 1))
-        at = end
-    return tuple(runs)
-
-
-def ranks_of(runs: Iterable[Run]) -> tuple[int, ...]:
-    """Return the ranks of checked runs."""
-    return tuple(rank for first, count, step in runs for rank in range(first, first + count * step, step))
 
 
 def check_holders(table: HolderTable, specs: Sequence[TensorSpec], world: int, where: str) -> None:

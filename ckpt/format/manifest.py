@@ -132,6 +132,8 @@ class DivergingElements(msgspec.Struct, frozen=True, kw_only=True):
     elements: int
     unordered: int
     max_abs: float | None
+    compared: int | None = None
+    """how many of the copies; None if an earlier release wrote this, which did not say"""
 
     def __str__(self) -> str:
         by = "" if self.max_abs is None else f", by at most {self.max_abs:.6g}"
@@ -156,6 +158,8 @@ class Divergence(msgspec.Struct, frozen=True, kw_only=True):
     def __str__(self) -> str:
         sides = "; ".join(f"{d} on rank(s) {', '.join(map(str, r))}" for d, r in self.copies.items())
         what = "" if self.differing is None else f" in {self.differing}"
+        if self.differing is not None and (self.differing.compared or len(self.copies)) < len(self.copies):
+            what += f" ({self.differing.compared} of {len(self.copies)} copies compared)"
         return f"tensor {self.fqn!r} ({self.role}) box {Box(self.offsets, self.sizes)}: replicas differ{what}: {sides}"
 
 

@@ -15,7 +15,7 @@ from ckpt.errors import LayoutError
 from ckpt.layout.box import Box, first_overlap, overlaps
 from ckpt.layout.mesh import problems_of_claims
 from ckpt.layout.spec import MASTER, PARAM, RankLayout, TensorSpec
-from ckpt.words import count
+from ckpt.words import count, some
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -123,27 +123,22 @@ def _disagreement(variants: dict[TensorSpec, dict[Box, list[int]]]) -> str:
     sides = []
     for spec, boxes in sorted(variants.items()):
         ranks = sorted({r for ranks in boxes.values() for r in ranks})
-        sides.append(f"{spec.dtype}{list(spec.shape)} on rank(s) {_some(ranks)}")
+        sides.append(f"{spec.dtype}{list(spec.shape)} on rank(s) {some(ranks)}")
     spec = next(iter(variants))
     return f"tensor {spec.fqn!r} ({spec.role}): ranks disagree on dtype or shape: " + ", ".join(sides)
-
-
-def _some(ranks: Iterable[int]) -> str:
-    listed = sorted(ranks)
-    return ", ".join(map(str, listed[:6])) + (f", … ({len(listed)} in all)" if len(listed) > 6 else "")
 
 
 def _cells(spec: TensorSpec, boxes: dict[Box, list[int]], problems: list[str]) -> list[Cell]:
     inside = {}
     for box, ranks in boxes.items():
         if not box.within(spec.shape):
-            problems.append(f"{spec}: rank(s) {_some(ranks)} hold box {box}, which is out of bounds")
+            problems.append(f"{spec}: rank(s) {some(sorted(ranks))} hold box {box}, which is out of bounds")
         else:
             inside[box] = ranks
     for box, ranks in inside.items():
         if len(set(ranks)) != len(ranks) and box.volume:
             twice = sorted({r for r in ranks if ranks.count(r) > 1})
-            problems.append(f"{spec}: rank(s) {_some(twice)} list box {box} twice")
+            problems.append(f"{spec}: rank(s) {some(twice)} list box {box} twice")
     solid = {box: tuple(sorted(set(ranks))) for box, ranks in inside.items() if box.volume or not spec.nbytes}
     _check_own_overlap(spec, solid, problems)
     if first_overlap(list(solid)) is not None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ckpt.errors import ConfigError, LayoutError
+from ckpt.layout.structs import gather
 from ckpt.layout.tiling import Runs, Tiling, fused
 
 if TYPE_CHECKING:
@@ -66,18 +67,24 @@ class Rules(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
         """Return rules from plain data (a parsed file).
 
         Raises:
-            ConfigError: an unknown key, a wrong type, an invalid regular expression or number; all that can be told.
+            ConfigError: with every unknown key, wrong type, invalid regular expression and number.
         """
         if isinstance(plain, Rules):
             return plain
-        try:
-            rules = msgspec.convert(plain, cls)
-        except msgspec.ValidationError as error:
-            raise ConfigError(f"rules: {error}") from error
-        problems = [*_invalid(rules)]
+        rules, problems = cls.gather(plain)
         if problems:
             raise ConfigError(f"rules: {'; '.join(problems)}")
         return rules
+
+    @classmethod
+    def gather(cls, plain: object) -> tuple[Rules, list[str]]:
+        """Return the rules that are sound in plain data, and what is wrong with the others."""
+        sound, problems = gather(plain, cls)
+        for field in ("tensors", "names"):
+            wrong = {id(rule): [*_invalid(rule)] for rule in sound.get(field, ())}
+            problems += [problem for said in wrong.values() for problem in said]
+            sound[field] = tuple(rule for rule in sound.get(field, ()) if not wrong[id(rule)])
+        return cls(**sound), problems
 
     def rename(self, name: str) -> str:
         """Return the global name of a tensor."""
@@ -92,11 +99,12 @@ class Rules(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
         return next((rule for rule in self.tensors if re.fullmatch(rule.match, fqn)), None)
 
     def unused(self, fqns: Iterable[str], local_names: Iterable[str]) -> set[str]:
-        """Return the patterns that match none of these names, and ties of names that are not there."""
+        """Return the patterns that match none of these names, and both ends of ties that are not there."""
         known, local = set(fqns), set(local_names)
         idle = {f"tensors: {r.match}" for r in self.tensors if not any(re.fullmatch(r.match, n) for n in known)}
         idle |= {f"names: {r.match}" for r in self.names if not any(re.fullmatch(r.match, n) for n in local)}
-        return idle | {f"tied: {name}" for name in self.tied if name not in known}
+        idle |= {f"tied: {name}" for name in self.tied if name not in known}
+        return idle | {f"tied to: {name}" for name in self.tied.values() if name not in known}
 
 
 _NUMBERED = re.compile(r"\{(\d+)([+-]\d+)?\}")
@@ -115,32 +123,30 @@ def _filled(found: re.Match[str], rule: NameRule, name: str) -> str:
     return _NUMBERED.sub(value, rule.name)
 
 
-def _invalid(rules: Rules) -> Iterator[str]:
-    every: list[TensorRule | NameRule] = [*rules.tensors, *rules.names]
-    for rule in every:
-        try:
-            groups = re.compile(rule.match).groups if len(rule.match) <= _MAX_PATTERN else -1
-        except re.error as error:
-            yield f"{rule.match!r} is no regular expression: {error}"
-            continue
-        if groups < 0:
-            yield f"a pattern of {len(rule.match)} characters, at most {_MAX_PATTERN}"
-        if isinstance(rule, NameRule):
-            wanted = [int(m[1]) for m in _NUMBERED.finditer(rule.name)]
-            if max(wanted, default=0) > groups:
-                yield f"{rule.match!r} has {groups} group(s), {rule.name!r} uses {max(wanted)}"
-            continue
-        numbers = {"stride": rule.stride, "heads": rule.heads, "size": rule.size}
-        yield from (
-            f"{rule.match!r}: {k} is {v}, expected at least 1" for k, v in numbers.items() if v is not None and v < 1
-        )
-        parts = [p if isinstance(p, Part) else Part(p) for p in rule.fused]
-        if any(p.size < 1 or (p.heads is not None and p.heads < 1) for p in parts):
-            yield f"{rule.match!r}: fused parts must have at least one row and one head"
-        if sum((bool(rule.fused), rule.stride > 1, rule.heads is not None, rule.size is not None)) > 1:
-            yield f"{rule.match!r}: expected one of fused, stride, heads and size"
-        if rule.dim is None and (rule.fused or rule.stride > 1 or rule.heads or rule.size):
-            yield f"{rule.match!r}: fused, stride, heads and size need dim"
+def _invalid(rule: TensorRule | NameRule) -> Iterator[str]:
+    try:
+        groups = re.compile(rule.match).groups if len(rule.match) <= _MAX_PATTERN else -1
+    except re.error as error:
+        yield f"{rule.match!r} is no regular expression: {error}"
+        return
+    if groups < 0:
+        yield f"a pattern of {len(rule.match)} characters, at most {_MAX_PATTERN}"
+    if isinstance(rule, NameRule):
+        wanted = [int(m[1]) for m in _NUMBERED.finditer(rule.name)]
+        if max(wanted, default=0) > groups:
+            yield f"{rule.match!r} has {groups} group(s), {rule.name!r} uses {max(wanted)}"
+        return
+    numbers = {"stride": rule.stride, "heads": rule.heads, "size": rule.size}
+    yield from (
+        f"{rule.match!r}: {k} is {v}, expected at least 1" for k, v in numbers.items() if v is not None and v < 1
+    )
+    parts = [p if isinstance(p, Part) else Part(p) for p in rule.fused]
+    if any(p.size < 1 or (p.heads is not None and p.heads < 1) for p in parts):
+        yield f"{rule.match!r}: fused parts must have at least one row and one head"
+    if sum((bool(rule.fused), rule.stride > 1, rule.heads is not None, rule.size is not None)) > 1:
+        yield f"{rule.match!r}: expected one of fused, stride, heads and size"
+    if rule.dim is None and (rule.fused or rule.stride > 1 or rule.heads or rule.size):
+        yield f"{rule.match!r}: fused, stride, heads and size need dim"
 
 
 def tiling_of(rule: TensorRule, local: tuple[int, ...], rank: int, degree: int) -> Tiling:

@@ -57,6 +57,17 @@ def chunked(runs: Runs, parts: int, index: int) -> Runs:
     return take(runs, index * size, (index + 1) * size)
 
 
+def balanced(runs: Runs, parts: int, index: int) -> Runs:
+    """Return part ``index`` of ``parts`` that differ by one at most, the first ones longer (DeepSpeed's AutoTP).
+
+    >>> [balanced(((0, 5),), 4, i) for i in range(4)]
+    [((0, 2),), ((2, 1),), ((3, 1),), ((4, 1),)]
+    """
+    size, longer = divmod(length(runs), parts)
+    start = index * size + min(index, longer)
+    return take(runs, start, start + size + (index < longer))
+
+
 def strided(runs: Runs, parts: int, index: int, factor: int) -> Runs:
     """Return part ``index`` where the dimension is first cut into ``factor`` chunks and each of those into ``parts``.
 

@@ -1,4 +1,4 @@
-"""What one rank does in a save, worked out from its own cells alone. Pure and deterministic.
+"""What one rank has to do in a save, worked out from its own cells alone. Pure and deterministic.
 
 The unit is the *group*: the ranks of one holder set, with the cells that exactly they hold. Each member knows every
 cell of its groups, because it holds them, so a group can cut its cells into chunks and elect their owners by itself,
@@ -12,6 +12,10 @@ Two small things cross a group's border, and a rank must be told them (``Exchang
   mostly are: one rank, its data-parallel group, its stage, the job.
 - *Cuts of masters.* A param is cut along its master's chunks, whoever holds them, so that one rank that holds both can
   prove each piece alone.
+
+A live save does not plan locally yet: every rank gathers all layouts and plans all groups (``build_save_plan``, which
+uses ``groups_of`` and ``plan_group``). ``plan_of_rank``, ``RankView`` and ``Exchange`` are called by tests and tools
+only, which show that what ranks would plan so is the job's plan, and what it would cost.
 """
 
 from __future__ import annotations

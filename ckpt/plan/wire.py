@@ -1,24 +1,33 @@
 """Layouts as bytes: what ranks exchange to agree on who holds what.
 
 The rank's number is not in the bytes of what it holds: ranks that hold the same (data parallelism) send equal bytes,
-and they are decoded once. What differs by rank, its process groups, travels beside them.
+and they are decoded once. What differs by rank, its process groups, travels beside them, as runs of ranks: a group of
+all ranks comes from all ranks, but is a few bytes from each and expanded once.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from ckpt.errors import CkptError, MalformedData
 from ckpt.format.digest import raw_digest
 from ckpt.layout.box import Box
+from ckpt.layout.runs import Run, ranks_of, runs_of
 from ckpt.layout.spec import RankLayout, Shard, TensorSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+MAX_MEMBERS = 1 << 24
+"""Ranks of all different groups together that are expanded: a mesh has as many as ranks times axes."""
 
 
 class _Envelope(msgspec.Struct, array_like=True):
     held: bytes
-    groups: list[tuple[str, tuple[int, ...]]]
+    groups: list[tuple[str, tuple[Run, ...]]]
     unused: list[str]
 
 
@@ -36,12 +45,18 @@ def encode_layout(layout: RankLayout) -> bytes:
     shards = sorted((number[s.spec], s.box.offsets, s.box.sizes) for s in layout.shards)
     table = [(s.fqn, s.role, s.dtype, s.shape) for s in specs]
     held = msgspec.msgpack.encode(_Wire(table, shards, sorted(layout.aliases), sorted(layout.derived)))
-    return msgspec.msgpack.encode(_Envelope(held, sorted(layout.groups), sorted(layout.unused)))
+    groups = [(axis, runs_of(ranks)) for axis, ranks in sorted(layout.groups)]
+    return msgspec.msgpack.encode(_Envelope(held, groups, sorted(layout.unused)))
 
 
-def decode_layouts(encoded: list[bytes]) -> list[RankLayout]:
-    """Return one layout per rank; ``encoded[r]`` came from rank ``r``."""
+def decode_layouts(encoded: Sequence[bytes]) -> list[RankLayout]:
+    """Return one layout per rank; ``encoded[r]`` came from rank ``r``. Equal groups are one tuple.
+
+    Raises:
+        MalformedData: bytes that no rank sends.
+    """
     seen: dict[bytes, RankLayout] = {}
+    groups = _Groups()
     layouts = []
     for rank, data in enumerate(encoded):
         try:
@@ -51,11 +66,28 @@ def decode_layouts(encoded: list[bytes]) -> list[RankLayout]:
                 specs = [TensorSpec(*row) for row in wire.specs]
                 shards = tuple(Shard(specs[i], Box(offsets, sizes)) for i, offsets, sizes in wire.shards)
                 seen[envelope.held] = RankLayout(rank, shards, tuple(wire.aliases), tuple(wire.derived))
+            named = tuple((axis, groups.ranks(runs)) for axis, runs in envelope.groups)
         except (msgspec.DecodeError, IndexError, CkptError) as error:
             raise MalformedData(f"layout from rank {rank}: {error}") from error
-        groups, unused = tuple(envelope.groups), tuple(envelope.unused)
-        layouts.append(replace(seen[envelope.held], rank=rank, groups=groups, unused=unused))
+        layouts.append(replace(seen[envelope.held], rank=rank, groups=named, unused=tuple(envelope.unused)))
     return layouts
+
+
+class _Groups:
+    """Groups that were expanded already."""
+
+    def __init__(self) -> None:
+        self._ranks: dict[tuple[Run, ...], tuple[int, ...]] = {}
+        self._members = 0
+
+    def ranks(self, runs: tuple[Run, ...]) -> tuple[int, ...]:
+        """Return the ranks of a group, the same object for equal runs."""
+        if runs not in self._ranks:
+            self._members += sum(count for _, count, _ in runs)
+            if self._members > MAX_MEMBERS or any(count < 1 for _, count, _ in runs):
+                raise MalformedData(f"different groups of {self._members} ranks in all, expected at most {MAX_MEMBERS}")
+            self._ranks[runs] = ranks_of(runs)
+        return self._ranks[runs]
 
 
 def combined(digests: list[bytes]) -> bytes:

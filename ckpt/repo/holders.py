@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING
 from ckpt.analysis.holdings import Holdings, holdings_of
 from ckpt.analysis.refuting import Refutations, Sides
 from ckpt.errors import LayoutError, MalformedData
-from ckpt.format.holders import MAX_HOST, MAX_MEMBERS, HeldCell, HolderTable, check_holders, ranks_of, runs_of
+from ckpt.format.holders import MAX_HOST, MAX_MEMBERS, HeldCell, HolderTable, check_holders
 from ckpt.format.manifest import DERIVED
 from ckpt.layout.box import Box, first_overlap, overlaps
 from ckpt.layout.graph import Cell, ShardGraph
+from ckpt.layout.runs import ranks_of, runs_of
 from ckpt.layout.spec import MASTER, PARAM
 
 if TYPE_CHECKING:
@@ -66,7 +67,8 @@ def holdings_of_index(index: Index) -> Holdings:
 
 
 def refutations_of_index(index: Index, graph: ShardGraph) -> Refutations:
-    """Return what the save itself found: the same as an audit of the job would have at that moment.
+    """Return what the save itself found: the same as an audit of the job would have at that moment, and all copies that
+    the save kept.
 
     Args:
         index: with the parts of all ranks.
@@ -84,7 +86,12 @@ def refutations_of_index(index: Index, graph: ShardGraph) -> Refutations:
     for spec in graph.specs:
         if spec.key in copies:
             _check_sides(spec, copies[spec.key], graph.cells[spec], where)
-    return Refutations(copies, _underived(index, graph, where))
+    all_kept: dict[tuple[str, str], set[Box]] = {}
+    for chunk in (chunk for part in index.parts for chunk in part.chunks if chunk.ranks):
+        key = index.specs[chunk.spec].key
+        if chunk.box in copies.get(key, ()):
+            all_kept.setdefault(key, set()).add(chunk.box)
+    return Refutations(copies, _underived(index, graph, where), all_kept)
 
 
 def _checked_box(one: Divergence, spec: TensorSpec | None, where: str) -> Box:

@@ -21,12 +21,12 @@ from ckpt.analysis.claims import (
 )
 from ckpt.format.digest import from_raw
 from ckpt.layout.spec import BUFFER, PARAM
-from ckpt.runtime.comparing import Answer, Question, ask
+from ckpt.runtime.comparing import IN_AUDIT, Answer, Question, ask
 from ckpt.runtime.differing import is_constant
 from ckpt.runtime.pipeline import Digests, Exchanged, digest_chunks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
 
     from ckpt.plan.save_plan import SavePlan
     from ckpt.runtime.agree import JobPlan
@@ -37,31 +37,35 @@ ClaimKey = tuple[str, str, str, tuple[int, ...]]
 
 
 class _Seen(msgspec.Struct, array_like=True):
-    """What an owner knows of its chunks. ``constant``: all elements are bitwise equal. ``underived``: params that are
-    not the cast of this rank's master.
+    """What a rank knows of its chunks. ``constant``: all elements are bitwise equal. ``underived``: params that are not
+    the cast of this rank's master. ``assumed``: diverging ones that only count as whole, and whose first holder it is.
     """
 
     constant: list[int]
     underived: list[int]
+    assumed: list[int]
 
 
-def audit_job(comm: Comm, job: JobPlan, pieces: PieceTable) -> AuditReport:
+def audit_job(comm: Comm, job: JobPlan, pieces: PieceTable, assumed: Collection[str] = ()) -> AuditReport:
     """Compare what the ranks declare to be redundant. Collective, inside an operation that has been entered.
 
     Args:
         comm: all ranks of the job.
         job: what they hold, and the plan that says who proves what.
         pieces: this rank's memory.
+        assumed: FQNs that only count as whole, so that a save keeps every copy that differs.
 
     Returns:
         The same report on every rank.
     """
-    plan, mine, seen = job.plan, Digests(), _Seen([], [])
+    plan, mine, seen = job.plan, Digests(), _Seen([], [], [])
     payloads = comm.gather("digest", lambda: _digest(mine, seen, plan, comm.rank, pieces, comm.beat))
-    encoded = comm.gather("judge", lambda: msgspec.msgpack.encode(seen))
-    told = [msgspec.msgpack.decode(data, type=_Seen) for data in encoded]
     exchanged = Exchanged(plan, payloads)
     copies = {i: sides_of(d) for i, d in find_diverging(len(plan.chunks), plan.shared, exchanged.held).items()}
+    first = (i for i in copies if plan.chunks[i].ranks[0] == comm.rank)
+    seen.assumed += [i for i in first if plan.chunks[i].spec.fqn in assumed]
+    encoded = comm.gather("judge", lambda: msgspec.msgpack.encode(seen))
+    told = [msgspec.msgpack.decode(data, type=_Seen) for data in encoded]
     constant = {i for one in told for i in one.constant}
     underived = {i for one in told for i in one.underived if i not in copies}
     questions = []
@@ -74,8 +78,9 @@ def audit_job(comm: Comm, job: JobPlan, pieces: PieceTable) -> AuditReport:
         else:
             wrong = tuple(k for k, content in enumerate(sides) if content != cast)
             questions.append(Question(i, tuple(sides.values()), plan.owners[i], wrong))
-    answers = ask(comm, plan, pieces, questions)
-    findings = [finding for one in questions for finding in _findings(plan, one, answers.get(one.chunk))]
+    answers = ask(comm, plan, pieces, questions, IN_AUDIT)
+    kept = {i for one in told for i in one.assumed}
+    findings = [f for one in questions for f in _findings(plan, one, answers.get(one.chunk), one.chunk in kept)]
     wrong_casts = {one.chunk for one in questions if one.wrong}
     return AuditReport(
         from_raw(job.layout),
@@ -97,12 +102,13 @@ def _digest(
     return mine.shared(plan, rank)
 
 
-def _findings(plan: SavePlan, question: Question, answer: Answer | None) -> list[Finding]:
+def _findings(plan: SavePlan, question: Question, answer: Answer | None, assumed: bool) -> list[Finding]:
     chunk = plan.chunks[question.chunk]
     spec, found = chunk.spec, []
     if len(question.sides) > 1:
         kind = BUFFERS if spec.role == BUFFER else REPLICA
-        found.append(Finding(kind, *spec.key, chunk.box, question.sides, answer.replicas if answer else None))
+        exact = answer.replicas if answer else None
+        found.append(Finding(kind, *spec.key, chunk.box, question.sides, exact, assumed or kind == BUFFERS))
     if question.prover is not None and question.wrong:
         ranks = tuple(sorted(r for k in question.wrong for r in question.sides[k]))
         sides = ((question.prover,), ranks)

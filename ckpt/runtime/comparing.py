@@ -1,13 +1,14 @@
 """Refuted chunks looked at element by element: the bytes of each side travel to one rank, which says what differs.
 
 Only the ranks concerned carry bytes: they go through the job's key-value store, which serves what is asked for, and not
-through an all-gather, which would bring every chunk to every rank. Bounded in every direction: so many chunks, so many
-sides of each, so many bytes at a time.
+through an all-gather, which would bring every chunk to every rank. Bounded in every direction (:class:`Limits`): so
+many chunks, so many sides of each, so many bytes at a time, because one process serves them all.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -25,26 +26,45 @@ if TYPE_CHECKING:
     from ckpt.runtime.comm import Comm
     from ckpt.runtime.pieces import PieceTable
 
-MAX_DETAILED = 32
-"""Chunks that are looked at in detail; of every tensor the first ones. The others are known by chunk and ranks."""
-MAX_SIDES = 16
-"""Copies of one chunk that are compared in detail (buffers may differ on every rank)."""
 MAX_SHOWN = 8
 """Underived params that each rank tells of in a save."""
-BATCH_BYTES = 8 << 20
-"""Bytes that are on their way at a time, unless one chunk's sides are more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How closely to look.
+
+    ``chunks``: how many are looked at in detail; of every tensor the first ones. The others are known by box and ranks.
+    ``sides``: copies of one chunk that are compared (buffers may differ on every rank); fewer, but two, where they are
+    more than ``batch_bytes``. ``batch_bytes``: sides that are on their way at a time, unless two sides are more.
+    """
+
+    chunks: int
+    sides: int
+    batch_bytes: int = 8 << 20
+
+    def sides_of(self, nbytes: int) -> int:
+        """Return how many sides of a chunk of so many bytes are compared."""
+        return max(2, min(self.sides, self.batch_bytes // max(nbytes, 1)))
+
+
+IN_AUDIT = Limits(32, 16)
+IN_SAVE = Limits(8, 2, 16 << 20)
+"""Buffers that differ by right do so in every save. One side of each chunk travels: at most 32 MiB with chunks of 4."""
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
     """One refuted chunk. ``sides``: ranks with equal bytes, as :attr:`Verdict.copies` orders them. ``prover``: the rank
     whose cast(master) is to be compared as well. ``wrong``: positions of the sides that are not that cast.
+    ``compared``: how many of the sides, the first ones, are looked at element by element.
     """
 
     chunk: int
     sides: tuple[tuple[int, ...], ...]
     prover: int | None = None
     wrong: tuple[int, ...] = ()
+    compared: int = 2
 
     @property
     def judge(self) -> int:
@@ -53,55 +73,57 @@ class Question:
 
     def givers(self) -> tuple[int, ...]:
         """Return the rank that gives each side's bytes, of the sides that are compared; the judge gives its own."""
-        chosen = self.sides[:MAX_SIDES]
-        return tuple(self.judge if self.judge in ranks else ranks[0] for ranks in chosen)
+        return tuple(self.judge if self.judge in ranks else ranks[0] for ranks in self.sides[: self.compared])
 
 
 class Answer(msgspec.Struct, frozen=True, array_like=True):
-    """What the judge of a question says. ``cast``: over all sides that are not cast(master), against the cast."""
+    """What the judge of a question says. ``cast``: over the compared sides that are not cast(master), against it."""
 
     chunk: int
     replicas: Difference | None
     cast: Difference | None
 
 
-def ask(comm: Comm, plan: SavePlan, pieces: PieceTable, questions: list[Question]) -> dict[int, Answer]:
-    """Answer the first questions of every tensor. Collective; all ranks pass the same questions.
+def ask(comm: Comm, plan: SavePlan, pieces: PieceTable, questions: list[Question], limits: Limits) -> dict[int, Answer]:
+    """Answer the first questions of every tensor. Collective; all ranks pass the same questions and limits.
 
     Returns:
         chunk -> answer, the same on every rank.
     """
-    chosen = _chosen(plan, questions)
+    chosen = _chosen(plan, questions, limits)
     if not chosen:
         return {}
     mine: list[Answer] = []
-    for number, batch in enumerate(_batches(plan, chosen)):
+    for number, batch in enumerate(_batches(plan, chosen, limits.batch_bytes)):
         exchange = _Exchange(comm, number, plan, pieces)
-        comm.run("compare", partial(exchange.give, batch))
-        comm.run("compare", partial(exchange.answer, batch, mine))
-        exchange.forget()  # everybody has read what there was to read
+        try:
+            comm.run("compare", partial(exchange.give, batch))
+            comm.run("compare", partial(exchange.answer, batch, mine))
+        finally:
+            exchange.forget()  # everybody has read what there was to read, or nobody will
     gathered = comm.gather("compare", lambda: msgspec.msgpack.encode(mine))
     answers = (a for data in gathered for a in msgspec.msgpack.decode(data, type=list[Answer]))
     return {answer.chunk: answer for answer in answers}
 
 
-def _chosen(plan: SavePlan, questions: list[Question]) -> list[Question]:
-    """Return every tensor's first question before any tensor's second one."""
+def _chosen(plan: SavePlan, questions: list[Question], limits: Limits) -> list[Question]:
+    """Return every tensor's first question before any tensor's second one, each with the sides to be compared."""
     turns: dict[TensorSpec, int] = {}
     order = []
     for question in sorted(questions, key=lambda q: q.chunk):
         spec = plan.chunks[question.chunk].spec
         turns[spec] = turns.get(spec, 0) + 1
         order.append((turns[spec], question.chunk, question))
-    return [question for _, _, question in sorted(order, key=lambda one: one[:2])[:MAX_DETAILED]]
+    chosen = [question for _, _, question in sorted(order, key=lambda one: one[:2])[: limits.chunks]]
+    return [replace(q, compared=limits.sides_of(plan.chunks[q.chunk].nbytes)) for q in chosen]
 
 
-def _batches(plan: SavePlan, questions: list[Question]) -> Iterator[list[Question]]:
+def _batches(plan: SavePlan, questions: list[Question], most: int) -> Iterator[list[Question]]:
     batch: list[Question] = []
     total = 0
     for question in questions:
-        nbytes = plan.chunks[question.chunk].nbytes * len(question.givers())
-        if batch and total + nbytes > BATCH_BYTES:
+        nbytes = plan.chunks[question.chunk].nbytes * sum(giver != question.judge for giver in question.givers())
+        if batch and total + nbytes > most:
             yield batch
             batch, total = [], 0
         batch.append(question)
@@ -166,9 +188,10 @@ class _Exchange:
             self.comm.beat()
 
     def forget(self) -> None:
-        """Delete what this rank has put into the store."""
-        for key in self._made:
-            self.comm.store.delete_key(key)
+        """Delete what this rank has put into the store, which may be gone with the rank that served it."""
+        with suppress(RuntimeError):
+            for key in self._made:
+                self.comm.store.delete_key(key)
 
     def _key(self, chunk: int, rank: int) -> str:
         return f"compare/{self.comm.operation}/{self.number}/{chunk}/{rank}"

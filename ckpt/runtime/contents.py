@@ -26,6 +26,7 @@ CHUNK_ELEMENTS = 1 << 16
 CASTS = ("bfloat16", "float16")
 KIND = "state dict"
 
+StateDict = Mapping[str, torch.Tensor]
 Sizes = dict[str, list[int]]
 """16-bit dtype -> numbers of elements of the tensors that have it."""
 
@@ -61,6 +62,23 @@ def content_of(
             wanted[dtype].update(numbers)
     encoded = comm.gather("digest", lambda: msgspec.msgpack.encode(_digest(comm, tensors, wanted, elements)))
     return ContentReport(tuple(msgspec.msgpack.decode(data, type=RankContent) for data in encoded), elements)
+
+
+def is_state_dict(state: Mapping[Any, Any]) -> bool:
+    """Does it hold tensors, nested at will (or nothing at all)? A mapping of modules and optimizers is an engine."""
+    seen: set[int] = set()
+    todo: list[Any] = [state]
+    empty = True
+    while todo:
+        node = todo.pop()
+        if isinstance(node, torch.Tensor):
+            return True
+        if not isinstance(node, Mapping):
+            empty = False
+        elif id(node) not in seen:
+            seen.add(id(node))
+            todo += node.values()
+    return empty
 
 
 def flatten(state: Mapping[Any, Any]) -> dict[str, torch.Tensor]:

@@ -47,6 +47,10 @@ class State(Protocol):
     def unused(self) -> set[str]:
         """Rules that fit nothing here."""
 
+    @property
+    def assumed(self) -> set[str]:
+        """FQNs that count as whole on all tensor-parallel ranks though no framework says so."""
+
 
 class Adapter(Protocol):
     """The part of ``ckpt.engine.base.EngineAdapter`` that tells what is held."""

@@ -56,7 +56,7 @@ def difference(copies: Sequence[Buffer], dtype: str, box: Box) -> Difference | N
         tuple(high - low + 1 for low, high in zip(lows, highs, strict=True)),
     )
     unordered, largest = _distance([r[where] for r in raw], dtype)
-    return Difference(tight, len(where), unordered, largest)
+    return Difference(tight, len(where), unordered, largest, len(copies))
 
 
 def _distance(copies: list[npt.NDArray[np.uint8]], dtype: str) -> tuple[int, float | None]:

@@ -12,6 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from ckpt.errors import ConfigError, MalformedData, MissingChunk, MissingState
 from ckpt.format.digest import raw_digest
 from ckpt.runtime.extras import ENGINE, EXTRA, RNG, VALUE, checked_extra, is_stateful
@@ -25,6 +27,9 @@ if TYPE_CHECKING:
 
     from ckpt.format.manifest import IndexPart, ObjectEntry
     from ckpt.store.base import Store
+
+MAX_NOTES = 32
+"""Notes of the engines that every rank learns of."""
 
 
 @dataclass(slots=True)
@@ -146,6 +151,28 @@ def give_back(saved: Saved, extra: Mapping[str, Any]) -> dict[str, Any]:
             value.load_state_dict(saved.states[name])
     left = {name: state for name, state in saved.states.items() if not is_stateful(extra.get(name))}
     return {**saved.values, **left}
+
+
+class Notes(msgspec.Struct, array_like=True):
+    """What one rank's engine notes, for all ranks: the first notes, and whether there are more."""
+
+    shown: list[str]
+    more: bool
+
+    @classmethod
+    def of(cls, notes: Sequence[str]) -> Notes:
+        """Return what to send of a rank's notes."""
+        distinct = list(dict.fromkeys(notes))
+        return cls(distinct[:MAX_NOTES], len(distinct) > MAX_NOTES)
+
+
+def notes_of_all(told: Sequence[Notes]) -> list[str]:
+    """Return each note of any rank once, the lowest rank's first; of many the first ones, and that there are more."""
+    found = list(dict.fromkeys(note for one in told for note in one.shown))
+    cut = any(one.more for one in told)
+    if len(found) <= MAX_NOTES and not cut:
+        return found
+    return [*found[:MAX_NOTES], "… and more notes on some ranks: each rank's report has all of its own"]
 
 
 def restore_generators(saved: Saved, rank: int) -> list[str]:

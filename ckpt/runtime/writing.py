@@ -46,6 +46,8 @@ class Done(msgspec.Struct, kw_only=True):
     underived: int = 0
     """bytes of params that are not cast(master)"""
     underived_shown: list[str] = []
+    assumed: list[str] = []
+    """a few of the diverging tensors that count as whole here though no framework says so"""
 
 
 @dataclass(slots=True)
@@ -205,6 +207,7 @@ def divergences_of(plan: SavePlan, settled: Settled, answers: Mapping[int, Answe
                     elements=exact.elements,
                     unordered=exact.unordered,
                     max_abs=exact.max_abs,
+                    compared=exact.compared,
                 ),
             )
         )

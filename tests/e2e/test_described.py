@@ -15,7 +15,7 @@ from ckpt.describe.exact import exact_graph
 from ckpt.layout.box import Box
 from ckpt.layout.graph import ShardGraph
 from ckpt.layout.spec import RankLayout, Shard, TensorSpec
-from tests.harness.descriptions import MEGATRON_GPT, MIXTURE, NET, TINY_GPT, TORCH_GPT, canonical, described
+from tests.harness.descriptions import MEGATRON_GPT, MIXTURE, NET, PLAIN, TINY_GPT, TORCH_GPT, canonical, described
 from tests.harness.megatron_shim import PRELOAD
 from tests.harness.pool import ranks
 
@@ -132,9 +132,22 @@ TWO_GROUPS = {"decay_groups": True}
         ),
         (4, MIXTURE, {"kind": "moe", "ep": 2, "stage": 1, "dtype": "bf16"}, {"ep": 2, "dp": 4}),
         (4, MIXTURE, {"kind": "moe", "ep": 2, "stage": 2, "dtype": "bf16"}, {"ep": 2, "dp": 4}),
+        (4, PLAIN, {"kind": "autotp", "tp": 2, "stage": 1, "dtype": "bf16"}, {"tp": 2, "dp": 2, "autotp": True}),
+        (4, PLAIN, {"kind": "autotp", "tp": 2, "stage": 3, "dtype": "bf16"}, {"tp": 2, "dp": 2, "autotp": True}),
         (4, NET, {"kind": "sp", "stage": 1, "dtype": "bf16"}, {"cp": 2, "dp": 2, **TWO_GROUPS}),
     ],
-    ids=["tp", "tp, zero 3", "pp", "pp x tp, zero 0", "pp x tp x dp", "moe", "moe, zero 2", "sp"],
+    ids=[
+        "tp",
+        "tp, zero 3",
+        "pp",
+        "pp x tp, zero 0",
+        "pp x tp x dp",
+        "moe",
+        "moe, zero 2",
+        "AutoTP",
+        "AutoTP, zero 3",
+        "sp",
+    ],
 )
 def test_deepspeed_in_model_parallelism(
     world: int, file: str, layout: dict[str, Any], parallel: dict[str, Any]

@@ -64,8 +64,10 @@ def test_bad_input_is_one_error_that_lists_everything(tmp_path: Path) -> None:
     )
     assert "fine" not in errors["placements"]
     lists("unexplained", "'blocks.0.q.weight': no rule explains it", "'running'", "cuts dimension 3")
-    lists("no rules", "tensor-parallel group of 3 ranks, but no rule")
+    lists("no rules", "LayoutError", "there is a tensor-parallel group, but on no rank does a rule")
     lists("with whom", "UnsupportedLayout", "'weight': it is marked as tensor parallel, but nobody says with whom")
+    for case in ("with whom, by rule", "with whom, inside of a mesh"):
+        lists(case, "UnsupportedLayout", "'weight': rule 'weight' cuts it, but nobody says with whom")
     lists("groups", "LayoutError", "axis 'dp'", "rule 'tensors: nothing.like.this' fits nothing", "tied: tail.weight")
     lists("shapes", "LayoutError", "'weight' (param): ranks disagree", "float32[3, 4] on rank(s) 0", "float32[3, 6]")
     lists("overlap", "overlap_with_ddp=True")

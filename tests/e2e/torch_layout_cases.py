@@ -231,6 +231,11 @@ def refused(rank: int, world: int, *, root: str) -> dict[str, str]:
     marked = nn.Linear(4, 3)
     marked.weight.tensor_model_parallel, marked.weight.partition_dim = True, 0  # type: ignore[assignment]
     found["with whom"] = attempt(marked, root)
+    cut = {"tensors": [{"match": "weight", "dim": 0}, {"match": "bias"}]}
+    found["with whom, by rule"] = attempt(ckpt.Parallel(nn.Linear(4, 3), rules=cut), root)
+    alone = init_device_mesh("cpu", (world, 1), mesh_dim_names=("tp", "dp"))["dp"]
+    inside = fully_shard(nn.Linear(4, 3), mesh=alone)  # of a slice; its mesh cannot know of the others
+    found["with whom, inside of a mesh"] = attempt(ckpt.Parallel(inside, rules=cut), root)
     other = nn.Linear(4 + rank, 3)
     found["shapes"] = attempt(other, root)
     from torch.distributed.optim import ZeroRedundancyOptimizer

@@ -98,6 +98,23 @@ tensors:
   moe.deepspeed_moe.experts.deepspeed_experts.{expert}.2.bias: {shape: [16]}
 """
 
+PLAIN = """
+name: Plain
+tensors:
+  embed.weight: {shape: [61, 16], kind: embedding}
+  norm.weight: {shape: [16]}
+  norm.bias: {shape: [16]}
+  up.weight: {shape: [20, 16], tp: {dim: 0}}
+  up.bias: {shape: [20], tp: {dim: 0}}
+  gate_up.weight: {shape: [40, 16], tp: {dim: 0, stride: 2}}
+  gate_up.bias: {shape: [40], tp: {dim: 0, stride: 2}}
+  down.weight: {shape: [16, 20], tp: {dim: 1}}
+  down.bias: {shape: [16]}
+  down2.weight: {shape: [16, 20], tp: {dim: 1}}
+  head.weight: {shape: [61, 16], tp: {dim: 0, size: 61}}
+"""
+"""Of ``parallel_models``, as AutoTP cuts it."""
+
 MEGATRON_GPT = """
 name: MegatronGPT
 layers: 4

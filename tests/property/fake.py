@@ -134,6 +134,7 @@ class FakeEngine:
         self.peers: list[FakeEngine] = [self]
         self.finished: Mapping[str, Any] | None = None
         self.notes: list[str] = []
+        self.assumed: set[str] = set()
         self.buffers: list[torch.Tensor] = []
         self.the_module: torch.nn.Module | None = None
         self.shards: list[LiveShard] = []
@@ -160,7 +161,11 @@ class FakeEngine:
 
     def describe(self) -> EngineState:
         return EngineState(
-            list(self.shards), set(self.model.derived), dict(self.model.aliases), dict(self.model.objects)
+            list(self.shards),
+            set(self.model.derived),
+            dict(self.model.aliases),
+            dict(self.model.objects),
+            assumed=set(self.assumed),
         )
 
     def describe_for_load(self, saved: Mapping[str, Mapping[str, TensorSpec]]) -> EngineState:

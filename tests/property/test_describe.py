@@ -62,6 +62,7 @@ def layouts(draw, model: ModelSpec) -> Parallel:
     cuts = sorted(draw(st.lists(st.integers(0, model.layers), min_size=pp - 1, max_size=pp - 1)))
     engine, zero = draw(st.sampled_from(ENGINES_AND_STAGES))
     dp, cp = draw(st.sampled_from([(1, 1), (2, 1), (3, 1), (4, 1), (1, 2), (2, 2), (6, 1)]))
+    autotp = engine == "deepspeed" and draw(st.booleans())
     shards = [s for s in range(1, dp * cp + 1) if dp * cp % s == 0]
     return Parallel(
         engine=engine,
@@ -78,7 +79,8 @@ def layouts(draw, model: ModelSpec) -> Parallel:
         master=draw(st.sampled_from([None, None, True, False])),
         optimizer=draw(st.sampled_from(sorted(STATE))),
         decay_groups=draw(st.booleans()),
-        vocabulary_multiple=draw(st.sampled_from([1, 2, 4])),
+        vocabulary_multiple=None if autotp else draw(st.sampled_from([1, 2, 4])),
+        autotp=autotp,
     )
 
 

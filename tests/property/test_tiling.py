@@ -180,7 +180,7 @@ def test_rules_that_fit_nothing_are_named() -> None:
             "tied": {"head": "emb"},
         }
     )
-    assert rules.unused(["abc"], ["abc"]) == {"tensors: typo", "names: x", "tied: head"}
+    assert rules.unused(["abc"], ["abc"]) == {"tensors: typo", "names: x", "tied: head", "tied to: emb"}
 
 
 @pytest.mark.parametrize(

@@ -246,7 +246,7 @@ def test_domains_come_from_a_file(shapes: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("{a: 0-3, b: 3-9}", ["b: lost domains 'rank:3-9'"]),
+        ("{a: 0-3, b: 3-9}", ["b: 'rank:3-9' names no rank"]),
         ("{a: 0-5}", ["no domain is given for ranks 6-7"]),
         ("{a: 0-7, b: 7}", ["rank 7: in several domains: a, b"]),
         ("{kind: rack, domains: [1]}", ["expected names and their ranks, found list"]),
@@ -269,7 +269,33 @@ def test_a_file_of_domains_that_is_not_there(shapes: Path) -> None:
     assert "'racks.yaml': expected rank, host, or a file, which cannot be read: No such file" in error["message"]
 
 
+def test_a_file_of_shapes_is_no_file_of_domains(shapes: Path) -> None:
+    error = document("--model", shapes, "--domains", shapes, code=2)["error"]
+    assert error["message"] == f"{shapes}: expected domains and their ranks, found a file of shapes (for --model)"
+
+
+def test_problems_of_domains_are_one_list(shapes: Path, tmp_path: Path) -> None:
+    file = tmp_path / "racks.yaml"
+    file.write_text("a: zzz,900-901\nb: {much: [" + "1, " * 100 + "1]}\n")
+    first, *listed = document("--model", shapes, "--domains", file, code=2)["error"]["message"].splitlines()
+    assert first == f"{file}: 2 problems"
+    assert [line[:7] for line in listed] == ["  - a: ", "  - b: "]
+    assert "'rank:zzz' names no rank" in listed[0]
+    assert "; '900-901' names no rank" in listed[0]
+    assert len(listed[1]) < 160
+
+
 # ------------------------------------------------------------------------------------------------ what it says
+
+
+def test_a_layer_that_is_left_out_is_said(tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(
+        json.dumps(PRESETS["deepseek-v3"].config | {"num_hidden_layers": 2, "num_nextn_predict_layers": 1})
+    )
+    (note,) = document("--model", config)["source"]["notes"]
+    assert note.startswith("num_nextn_predict_layers is 1: ")
+    assert "num_nextn_predict_layers is 1" in run("--model", config)
 
 
 def test_the_tables_say_what_zero_1_means() -> None:
@@ -278,7 +304,7 @@ def test_the_tables_say_what_zero_1_means() -> None:
         "megatron, ZeRO-1, dp 16 × tp 4 × pp 2, bfloat16, fp32 masters, adamw",
         "128 ranks on 16 hosts; 34.4 G parameters in 543 tensors",
         "param 1.10 TB - 68.78 GB 93.75 %",  # none of it unique: it is the cast of the masters
-        "param: 16 on 8 hosts none 412.66 GB parameter 16 times on 8 hosts, optimizer slice once: must be written",
+        "param: 16 on 16 hosts none 412.66 GB parameter 16 times, optimizer slice once: must be written",
         "1 412.67 GB 34.4 G 100 %",
         "1 93.75 % 93.75 % 0 % exact",
         "this layout 25 % of parameters, gradients and optimizer states",

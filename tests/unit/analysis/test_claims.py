@@ -92,3 +92,10 @@ def test_an_audit_is_neither_true_nor_false() -> None:
     assert clean.clean
     with pytest.raises(TypeError, match=r"ask report\.clean"):
         bool(clean)
+
+
+def test_reports_are_equal_if_their_states_are():
+    assert report([PROVED, UNPROVED]) == report([PROVED, UNPROVED])
+    assert report([PROVED, UNPROVED]) != report([UNPROVED, UNPROVED])
+    assert hash(report([PROVED])) == hash(report([PROVED]))
+    assert report([PROVED]).claims[0] != "a claim"

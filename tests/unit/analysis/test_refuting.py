@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from ckpt.analysis.claims import BUFFERS, DERIVATION, REPLICA, Finding
 from ckpt.analysis.domains import Domains
 from ckpt.analysis.refuting import Left, Refutations, left_of, refutations_of
-from ckpt.analysis.report import Report, analyze
+from ckpt.analysis.report import AnalysisReport, analyze
 from ckpt.layout.box import Box, first_overlap
 from ckpt.layout.graph import ShardGraph
 from ckpt.layout.spec import BUFFER, MASTER, PARAM, RankLayout, Shard, TensorSpec
@@ -40,7 +40,7 @@ def job(world: int, *, sliced: bool = False) -> ShardGraph:
     return graph
 
 
-def report(left: Left, **options: Any) -> Report:
+def report(left: Left, **options: Any) -> AnalysisReport:
     world = left.holdings.world
     return analyze(left.holdings, Domains.by_rank(world), pieces=left.pieces, redundancy=left.redundancy, **options)
 
@@ -195,3 +195,18 @@ def test_pieces_tile_the_tensor_whatever_is_refuted(differing, underived, sliced
     assert left.redundancy.refuted == wrong
     total = report(left).total
     assert total.bytes_held - total.bytes_unique == left.redundancy.claimed - wrong
+
+
+def test_copies_that_are_all_kept_are_each_state_of_their_own():
+    """The other side's param is no cast any more, and what has no other copy is left alone."""
+    graph, box = job(3), Box((1, 2), (1, 3))
+    found = (Finding(REPLICA, "w", "exp_avg", box, ((0, 2), (1,)), None, True),)
+    left = left_of(graph, refutations_of(found))
+    one = left_of(graph, refutations_of((Finding(REPLICA, "w", "exp_avg", box, ((0, 2), (1,))),)))
+    assert left.redundancy.refuted == one.redundancy.refuted == 3 * 4
+    before, after = report(one).total, report(left).total
+    assert (after.bytes_held - before.bytes_held, after.bytes_unique - before.bytes_unique) == (12, 12)
+    assert after.bytes_held == graph.bytes_held()
+    gone = report(left, lost=[1]).loss
+    assert [(t.fqn, t.bytes, t.boxes) for t in gone.tensors if t.bytes] == [("w", 12, (((1, 2), (1, 3)),))]
+    assert not any(t.bytes for t in report(one, lost=[1]).loss.tensors)

@@ -130,3 +130,23 @@ def test_missing_and_impossible_entries_are_told_at_once() -> None:
 def test_a_hostile_number_of_experts_is_refused_before_it_is_made() -> None:
     with pytest.raises(ConfigError, match="at most 1000000"):
         model_of_config({**DEEPSEEK, "num_hidden_layers": 10_000, "n_routed_experts": 65_536})
+
+
+@pytest.mark.parametrize(
+    ("kind", "absent"), [("llama", 64), ("mistral", 8), ("mixtral", 8), ("qwen2", 32), ("qwen3", 32), ("qwen3_moe", 4)]
+)
+def test_key_value_heads_that_a_config_leaves_out(kind, absent) -> None:
+    config = llama_like(kind, 128, 16, 1, 64, 1, 50, head_dim=2, num_local_experts=2, num_experts=2)
+    config |= {"moe_intermediate_size": 8, "num_key_value_heads": None}
+    for heads in (64, absent):
+        shapes = {t.fqn: t.shape for t in model_of_config(config).tensors}
+        assert shapes["model.layers.0.self_attn.k_proj.weight"] == (heads * 2, 128)
+        config.pop("num_key_value_heads", None)
+
+
+def test_layers_that_predict_further_tokens_are_left_out_with_a_note() -> None:
+    assert model_of_config(DEEPSEEK).notes == ()
+    model = model_of_config(DEEPSEEK | {"num_nextn_predict_layers": 1})
+    assert model.tensors == model_of_config(DEEPSEEK).tensors
+    (note,) = model.notes
+    assert note.startswith("num_nextn_predict_layers is 1: ")

@@ -42,6 +42,8 @@ def test_all_problems_at_once() -> None:
         ({"engine": "ddp", "zero": 1}, "ddp has no ZeRO stage 1"),
         ({"hosts": 2, "ranks_per_host": 4, "dp": 4}, "2 hosts of 4 ranks are not 4 ranks"),
         ({"engine": "zero_redundancy_optimizer", "zero": 1, "dp": 2, "ep": 2}, "no expert parallelism"),
+        ({"engine": "megatron", "tp": 2, "autotp": True}, "autotp is for deepspeed, the engine is megatron"),
+        ({"engine": "deepspeed", "autotp": True, "vocabulary_multiple": 2}, "autotp pads no vocabulary"),
         ({"pp": 2, "stages": (3, -1)}, "a pipeline stage of -1 layers"),
     ],
 )

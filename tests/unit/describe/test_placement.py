@@ -3,11 +3,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from ckpt.analysis.domains import Domains
+from ckpt.analysis.report import analyze
 from ckpt.describe.closed import holdings
 from ckpt.describe.cuts import Groups
 from ckpt.describe.engines import Local, cuts_of
 from ckpt.describe.exact import rank_layout
 from ckpt.describe.huggingface import model_of_config
+from ckpt.describe.model import ModelSpec
 from ckpt.describe.parallel import Parallel
 from ckpt.describe.placement import Description
 from ckpt.describe.presets import PRESETS, preset
@@ -159,6 +162,41 @@ def test_a_preset_can_be_changed_and_an_unknown_one_names_the_others() -> None:
         preset("gpt-5")
 
 
+@pytest.mark.parametrize(("name", "hosts"), [("yi-34b", 16), ("llama3-405b", 2048)])
+def test_a_preset_that_says_what_lies_in_a_host_places_it_there(name, hosts) -> None:
+    description = preset(name)
+    ranks, per_host = description.mesh.ranks, description.parallel.host_size
+    assert ranks.size == hosts * per_host
+    inside = ranks[:, :, 0] if name == "yi-34b" else ranks[:1, :, 0]
+    assert set((inside // per_host).reshape(-1)) == {0}
+
+
+def test_autotp_pads_nothing_and_the_first_ranks_hold_more() -> None:
+    file = """
+tensors:
+  embed: {shape: [61, 4], tp: {dim: 0, size: 61}}
+  gate_up: {shape: [20, 4], tp: {dim: 0, stride: 2}}
+  q: {shape: [12, 4], tp: {dim: 0, heads: 3}}
+"""
+    found = described(file, engine="deepspeed", zero=1, tp=3, autotp=True)
+    geometry = [[runs for runs, _ in found.geometry(t)] for t in found.model.tensors]
+    assert geometry == [
+        [((0, 21),), ((21, 20),), ((41, 20),)],
+        [((0, 4), (10, 4)), ((4, 3), (14, 3)), ((7, 3), (17, 3))],
+        [((0, 4),), ((4, 4),), ((8, 4),)],
+    ]
+    with pytest.raises(ConfigError, match=r"'q' .* tp 2 does not divide 3 heads"):
+        described(file, engine="deepspeed", zero=1, tp=2, autotp=True)
+
+
 def test_a_rank_that_is_not_there() -> None:
     with pytest.raises(ConfigError, match="rank 2 is not in a world of 2"):
         rank_layout(described(TINY_GPT, dp=2), 2)
+
+
+def test_what_no_int64_could_count_is_refused() -> None:
+    large = ModelSpec.from_named_shapes({"w": (2**25, 2**25)})
+    with pytest.raises(ConfigError, match=f"could hold {2**50 * 14 * 128} bytes in all"):
+        Description(large, Parallel(engine="megatron", zero=1, dp=128))
+    held = holdings(Description(large, Parallel(engine="megatron", zero=1, dp=64)))  # 2**50 * 14 * 64 < 2**60
+    assert analyze(held, Domains.by_host(64, 8)).total.bytes_held == 2**50 * (2 * 64 + 12) + 4 * 64

@@ -84,6 +84,47 @@ def test_what_cannot_be_is_refused(text, said) -> None:
     assert said in str(caught.value)
 
 
+BAD = """
+layers: 3
+tensors:
+  'a.{expert}': {shape: [4, 4]}
+  'l.{layer}.x': {shape: [-64, 2]}
+  b: {shape: [4], kind: odd}
+  c: {shape: [4, 4], tp: {dim: 7}}
+  d: {shape: [4], dtype: float99}
+  f: {shape: 3, colour: red, tp: {dim: 1}}
+  g: {shape: [4]}
+tied: {e: nothing, h: f}
+rules: {nmaes: [], tensors: [{match: q, dim: 0}, {match: g, dim: 0, fused: [2, 2], stride: 2}]}
+parallel: {dpp: 2, tp: many}
+"""
+
+
+def test_every_problem_is_told_at_once(tmp_path) -> None:
+    path = tmp_path / "bad.yaml"
+    path.write_text(BAD)
+    with pytest.raises(ConfigError) as caught:
+        describe(path)
+    first, *listed = str(caught.value).splitlines()
+    assert first == f"{path}, see docs/shapes.md (13 problems)"
+    for said in (
+        "'a.{expert}' is repeated, but the file does not say how often",
+        "'l.0.x': shape [-64, 2]",
+        "'b': kind 'odd'",
+        "'c': cuts dimension 7",
+        "'d': dtype 'float99' is unknown",
+        "'f': Expected `array`, got `int` - at `$.shape`",
+        "'f': Object contains unknown field `colour`",
+        "'e' is tied to 'nothing', which is not there",
+        "rules: Object contains unknown field `nmaes`",
+        "rules: 'tensors: q' matches nothing",
+        "rules: 'g': expected one of fused, stride, heads and size",
+        "parallel: Object contains unknown field `dpp`",
+        "parallel: Expected `int`, got `str` - at `$.tp`",
+    ):
+        assert [line for line in listed if line.startswith(f"  - {said}")], said
+
+
 def test_a_file_of_neither_kind_is_refused(tmp_path) -> None:
     path = tmp_path / "x.json"
     path.write_text("{}")

@@ -108,6 +108,36 @@ def test_buffers_and_extra_state_are_told_apart_from_parameters() -> None:
     assert found.extras == {"q": (model.local3, {"amax": 1.0})}
 
 
+def test_a_rule_may_be_of_extra_state_alone() -> None:
+    entry = ShardedObject(key="q._extra_state", data=None, global_shape=(1,), global_offset=(0,))
+    rules = Rules.of({"names": [{"match": r"q\._extra_state", "name": "x._extra_state"}]})
+    assert survey([Model([entry])], Context(rules)).unused == set()
+
+
+def test_the_groups_that_the_user_names_place_what_rules_cut() -> None:
+    p, q = parameter(2), parameter(2)
+    q.allreduce = False  # an expert
+    model = Model([sharded("cut", p, (2,), (0,)), sharded("whole", q, (2,), (0,))], p=p, q=q)
+    rules = Rules.of({"tensors": [{"match": "cut", "dim": 0}, {"match": "whole"}]})
+    found = survey([model], Context(rules, {"tp": (4, 0)}))
+    (tile,) = found.named[id(p)].tiling.tiles
+    assert (found.named[id(p)].shape, tile.box) == ((4,), Box((2,), (2,)))
+    assert found.assumed == {"whole"}
+    with pytest.raises(UnsupportedLayout, match=r"group 'tp' lacks this rank \(0\)"):
+        survey([model], Context(rules, {"tp": (1, 2)}))
+
+
+def test_a_rule_that_cuts_needs_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"is_initialized": True, "get_rank": 0, "get_world_size": 2}.items():
+        monkeypatch.setattr(torch.distributed, name, lambda value=value: value)
+    p = parameter(2)
+    model = Model([sharded("cut", p, (2,), (0,))], p=p)
+    rules = Rules.of({"tensors": [{"match": "cut", "dim": 0}]})
+    with pytest.raises(UnsupportedLayout, match="rule 'cut' cuts it, but nobody says with whom"):
+        survey([model], Context(rules))
+    assert survey([model], Context(rules, {"tp": (0,)})).named[id(p)].shape == (2,)
+
+
 def test_all_that_cannot_be_expressed_is_listed_at_once() -> None:
     p, q, r, twice = parameter(2, 2), parameter(2), parameter(2), parameter(2)
     entries = [

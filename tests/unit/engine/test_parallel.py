@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from torch import nn
 
 import ckpt
-from ckpt.engine.base import Context
 from ckpt.engine.find import adapter_for
-from ckpt.engine.shared_tiling import Tiler
+from ckpt.engine.torch_engine import TorchAdapter
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 @pytest.mark.parametrize(
@@ -20,6 +22,7 @@ from ckpt.engine.shared_tiling import Tiler
         ({"names": str, "rules": {"names": [{"match": "a", "name": "b"}]}}, "both as a function and in the rules"),
         ({"groups": {"tp": 2}}, r"groups\['tp'\] is a int"),
         ({"groups": {"tp": [0, 1, 1]}}, r"groups\['tp'\] names a rank twice: \[0, 1, 1\]"),
+        ({"groups": {"TP": [0, 1], "dp": [0]}}, "groups of 'TP': expected axes of pp, dp, cp, tp, ep"),
         ({"rules": {"tensors": [{"match": "a", "dimension": 0}]}}, "unknown field `dimension`"),
         ({"rules": "nowhere.yaml"}, "nowhere.yaml: No such file"),
     ],
@@ -36,10 +39,33 @@ def test_a_function_that_returns_no_name(returned: Any) -> None:
         adapter_for(engine).describe()
 
 
-@pytest.mark.parametrize(("dim", "stride"), [(None, 1), (-1, 1), ("0", 1), (0, None), (0, 0)])
-def test_attributes_that_do_not_say_how_a_tensor_is_cut(dim: Any, stride: Any) -> None:
-    tiler, weight = Tiler(Context(), rank=0, degree=2), nn.Linear(4, 4).weight
-    weight.tensor_model_parallel, weight.partition_dim, weight.partition_stride = True, dim, stride  # type: ignore[attr-defined]
-    tiler.tiling("weight", (4, 4), weight)
-    with pytest.raises(ckpt.UnsupportedLayout, match="'weight': it is marked as tensor parallel, but neither"):
-        tiler.check("this engine")
+@pytest.mark.parametrize(
+    "text", ["names: []\ntied: {}\nnames: []\n", '{"names": [], "names": []}', "tied: &a {}\nnames: *a\n"]
+)
+def test_a_rules_file_says_everything_once(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "rules.yaml"
+    path.write_text(text)
+    with pytest.raises(ckpt.ConfigError, match=r"rules\.yaml: .*(keys listed twice: names|aliases)"):
+        ckpt.Parallel(nn.Linear(1, 1), rules=path)
+
+
+def test_a_function_that_fails_is_told_with_the_tensor() -> None:
+    engine = ckpt.Parallel(nn.Linear(1, 1, bias=False), names=lambda name: {}[name])
+    with pytest.raises(ckpt.ConfigError, match=r"names\('weight'\) raised KeyError: 'weight'") as error:
+        adapter_for(engine).describe()
+    assert isinstance(error.value.__cause__, KeyError)
+
+
+@pytest.mark.parametrize("said", [{"rules": {"tied": {"a": "b"}}}, {"groups": {"dp": [0]}}, {"names": str}])
+def test_an_adapter_of_the_users_own_takes_no_rules(said: dict[str, Any]) -> None:
+    own = TorchAdapter(nn.Linear(1, 1))
+    assert adapter_for(ckpt.Parallel(own)) is own
+    with pytest.raises(ckpt.ConfigError, match="around an adapter of type TorchAdapter"):
+        adapter_for(ckpt.Parallel(own, **said))
+
+
+def test_both_ends_of_a_tie_have_to_be_there(tmp_path: Path) -> None:
+    model = nn.ModuleDict({"embed": nn.Linear(2, 2, bias=False), "head": nn.Linear(2, 2, bias=False)})
+    tie = {"tied": {"head.weight": "embd.weight"}}
+    with pytest.raises(ckpt.LayoutError, match=r"rule 'tied to: embd\.weight' fits nothing on any rank"):
+        ckpt.save(ckpt.Parallel(model, rules=tie), tmp_path)

@@ -5,7 +5,7 @@ import pytest
 from ckpt.errors import LayoutError
 from ckpt.layout.box import Box
 from ckpt.layout.graph import ShardGraph
-from ckpt.layout.mesh import mesh_problems, problems_of_claims, problems_of_rank
+from ckpt.layout.mesh import UNEXPLAINED, mesh_problems, problems_of_claims, problems_of_rank
 from ckpt.layout.spec import RankLayout, Shard, TensorSpec
 
 
@@ -51,12 +51,14 @@ def test_every_kind_of_problem_is_listed_at_once() -> None:
 
 def test_groups_that_do_not_multiply_to_the_world() -> None:
     groups = [{"tp": (r,), "dp": (r,)} for r in range(2)]
-    assert mesh_problems(layouts(groups)) == ["rank 0: its groups have dp 1 x tp 1 = 1 ranks, the world has 2"]
+    assert mesh_problems(layouts(groups)) == [
+        "rank 0: its groups have dp 1 x tp 1 = 1 ranks, the world has 2 (name every axis of several ranks)"
+    ]
 
 
 def test_what_one_rank_can_tell_of_its_groups_alone() -> None:
     assert problems_of_rank(3, {"tp": (3,), "dp": (1, 3)}, 4) == [
-        "rank 3: its groups have dp 2 x tp 1 = 2 ranks, the world has 4"
+        "rank 3: its groups have dp 2 x tp 1 = 2 ranks, the world has 4 (name every axis of several ranks)"
     ]
     assert problems_of_rank(0, {"tp": (0, 1), "dp": (0, 1)}, 4) == [
         "ranks 0 and 1 share both the dp and the tp group: the axes do not cross"
@@ -94,3 +96,63 @@ def test_the_graph_lists_mesh_rules_and_shards_in_one_error() -> None:
     assert "axis 'tp'" in text
     assert "rule 'tensors: typo' fits nothing on any rank" in text
     assert "names: x" not in text  # it fits on rank 0
+
+
+def test_axes_that_cross_twice_are_found_where_only_one_rank_says_so() -> None:
+    groups = grid(2, 2, 2)
+    groups[5]["pp"] = (5, 7)  # 7 is in its dp group, too; 1 and 7 say otherwise
+    assert "ranks 5 and 7 share both the pp and the dp group: the axes do not cross" in mesh_problems(layouts(groups))
+
+
+class Counted(tuple):
+    """A group that counts how often it is gone through."""
+
+    looks = 0
+
+    def __iter__(self):
+        type(self).looks += 1
+        return super().__iter__()
+
+    def __hash__(self):
+        type(self).looks += 1
+        return super().__hash__()
+
+    def __eq__(self, other):
+        type(self).looks += 1
+        return super().__eq__(other)
+
+
+@pytest.mark.parametrize("world", [4, 64])
+def test_a_group_is_gone_through_as_often_whatever_the_number_of_its_ranks(world) -> None:
+    """Else the cost of one data-parallel group of all ranks would be the world squared."""
+    Counted.looks = 0
+    group = Counted(range(world))
+    assert mesh_problems(layouts([{"dp": group, "tp": (rank,)} for rank in range(world)])) == []
+    assert 0 < Counted.looks < 20
+
+
+def test_data_parallel_groups_alone_have_to_be_the_world() -> None:
+    whole = [{"dp": (0, 1)}] * 2
+    assert mesh_problems(layouts(whole)) == []
+    half = [{"dp": (0, 1)}] * 2 + [{"dp": (2, 3)}] * 2  # slices that nobody has named would count as replicas
+    hint = "(name every axis of several ranks)"
+    assert mesh_problems(layouts(half)) == [f"rank 0: its groups have dp 2 = 2 ranks, the world has 4 {hint}"]
+    stages = [{**one, "pp": (r % 2, r % 2 + 2)} for r, one in enumerate(half)]
+    assert mesh_problems(layouts(stages)) == []
+    assert mesh_problems(layouts([{"tp": (0, 1)}] * 2 + [{"tp": (2, 3)}] * 2)) == []
+
+
+def test_only_ranks_with_experts_name_their_groups() -> None:
+    stage = [{"pp": (r % 2, r % 2 + 2), "dp": (r // 2 * 2, r // 2 * 2 + 1)} for r in range(4)]
+    groups = [one | ({"ep ep_size_2": (2, 3)} if r > 1 else {}) for r, one in enumerate(stage)]
+    assert mesh_problems(layouts(groups)) == []
+    groups[3]["ep ep_size_2"] = (3,)
+    assert any(
+        "name the group (2, 3), of which rank(s) 3 name another" in one for one in mesh_problems(layouts(groups))
+    )
+
+
+def test_cuts_that_nobody_explains_are_no_rule() -> None:
+    claims = [RankLayout(r, unused=(UNEXPLAINED,)) for r in range(2)]
+    assert problems_of_claims(claims) == [UNEXPLAINED]
+    assert problems_of_claims([*claims, RankLayout(2)]) == []

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
 
 import msgspec
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from ckpt.analysis.refuting import left_of
 from ckpt.errors import LayoutError, MalformedData
-from ckpt.format.holders import HolderTable, check_holders, ranks_of, runs_of
+from ckpt.format.holders import HolderTable, check_holders
 from ckpt.layout.box import Box
 from ckpt.layout.graph import ShardGraph
 from ckpt.layout.spec import BUFFER, MASTER, PARAM, RankLayout, Shard
@@ -41,19 +38,6 @@ def saved(made: list[FakeEngine], **options: str) -> Index:
     store = MemoryStore()
     save_all(made, store, **options)
     return Repository(store).read_index(1)
-
-
-@given(st.lists(st.integers(0, 40), min_size=1, unique=True).map(sorted))
-def test_runs_are_another_way_to_write_ranks(ranks):
-    runs = runs_of(ranks)
-    assert ranks_of(runs) == tuple(ranks)
-    assert all(a[0] + (a[1] - 1) * a[2] < b[0] for a, b in pairwise(runs)), "ascending"
-
-
-def test_a_mesh_axis_is_one_run():
-    assert runs_of(range(3, 16384, 128)) == ((3, 128, 128),)
-    assert runs_of([5]) == ((5, 1, 1),)
-    assert runs_of([0, 8]) == ((0, 2, 8),)
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 import torch
 
@@ -85,6 +86,15 @@ def test_domains_can_be_given_in_every_way():
         ({"lose": "host:nowhere"}, "names no host of this job"),
         ({"lose": [7]}, "not in this job of 2 ranks"),
         ({"k": 0}, "at least 1"),
+        ({"k": "1"}, "found '1'"),
+        ({"k": True}, "found True"),
+        ({"lose": 0}, "expected one text of names ('host:a,rank:0-3') or the numbers of ranks, found 0"),
+        ({"lose": ["rank:0", 1, None]}, "found among them 'rank:0', None"),
+        ({"domains": {0: None, 1: ("a",)}}, "rank(s) 0: expected the name of a domain, found None"),
+        ({"domains": lambda rank: ("a", rank)}, "rank(s) 1: expected the name of a domain, found ('a', 1)"),
+        ({"domains": {None: [0, 1]}}, "key None: expected a rank, or the name of a domain"),
+        ({"domains": 2}, "expected a mapping, or a function of the rank, found 2"),
+        ({"audit": "yes"}, "audit='yes': expected a truth value, or an AuditReport"),
     ],
 )
 def test_wrong_arguments_are_one_error_on_every_rank(options, text):
@@ -92,6 +102,38 @@ def test_wrong_arguments_are_one_error_on_every_rank(options, text):
     for result in run_ranks(comms(2), lambda rank: analyze(made[rank], **options)):
         assert isinstance(result, ConfigError)
         assert text in str(result)
+
+
+def test_all_that_is_wrong_with_the_arguments_is_said_at_once():
+    made = job(2)
+    for result in run_ranks(comms(2), lambda rank: analyze(made[rank], domains="rack", lose=0, k=0, audit=1)):
+        assert isinstance(result, ConfigError)
+        assert [word for word in ("domains=", "lose:", "k:", "audit=") if word in str(result)] == [
+            "domains=",
+            "lose:",
+            "k:",
+            "audit=",
+        ]
+
+
+def test_numbers_of_any_type_are_numbers():
+    made = job(2)
+    domains = {np.int64(0): np.int32(7), np.int64(1): "b"}
+    found = everywhere(made, domains=domains, lose=np.array([1]), k=np.int64(2))
+    assert found.loss.domains == ("b",)
+    assert found.to_json() == everywhere(made, domains={0: "7", 1: "b"}, lose="b", k=2).to_json()
+
+
+def test_a_dict_of_torchs_objects_is_an_engine_and_one_of_tensors_is_not():
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    engine = {"model": model, "optimizer": optimizer}
+    assert isinstance(analyze(engine, k=1), ckpt.AnalysisReport)
+    assert analyze(engine).to_json() == analyze((model, optimizer)).to_json()
+    for state in ({"model": model.state_dict()}, {}, {"model": {}}):
+        assert isinstance(analyze(state), ckpt.ContentReport)
+    with pytest.raises(ConfigError, match="'model': a Linear, expected a tensor"):
+        analyze({"model": model, "w": torch.ones(2)})
 
 
 def test_ranks_that_ask_for_different_things_are_told():
@@ -175,10 +217,10 @@ def one_param(made):
 FAULTS = [drift, own_statistics, round_otherwise, one_master, one_bit_of_a_master, one_param]
 
 
-@pytest.mark.parametrize("policy", ["warn", "keep-all"])
+@pytest.mark.parametrize("kept", ["one", "assumed", "all"])
 @pytest.mark.parametrize("kind", ["zero1", "replicated"])
 @pytest.mark.parametrize("faults", [[one] for one in FAULTS] + [FAULTS], ids=[f.__name__ for f in FAULTS] + ["all"])
-def test_a_checkpoint_knows_what_an_audit_at_that_moment_finds(faults, kind, policy):
+def test_a_checkpoint_knows_what_an_audit_at_that_moment_finds(faults, kind, kept):
     model = small_model()
     model.tensors["norm", MASTER] = weights((6,), 3)
     model.tensors["norm", PARAM] = model.tensors["norm", MASTER].bfloat16()
@@ -190,7 +232,13 @@ def test_a_checkpoint_knows_what_an_audit_at_that_moment_finds(faults, kind, pol
     for fault in faults:
         fault(made)
     store = MemoryStore()
-    save_all(made, store, on_divergence=policy)
+    if kept == "assumed":
+        for one in made:
+            one.assumed = {fqn for fqn, _ in model.tensors}
+    save_all(made, store, on_divergence="keep-all" if kept == "all" else "warn")
+    if kept == "all":  # an audit is not told of the policy, so this is how it would know
+        for one in made:
+            one.assumed = {fqn for fqn, _ in model.tensors}
     audited = json.loads(everywhere(made, audit=True, domains="rank", lose=[0, 1]).to_json())
     index = Repository(store).read_index(1)
     graph = graph_of_index(index)
@@ -198,7 +246,8 @@ def test_a_checkpoint_knows_what_an_audit_at_that_moment_finds(faults, kind, pol
     stored = report_of(left.holdings, Domains.by_rank(4), lost=[0, 1], pieces=left.pieces, redundancy=left.redundancy)
     found = json.loads(stored.to_json())
     assert found["redundancy"]["refuted"] > 0
-    del audited["audit"]
+    assert audited.pop("audit")["findings"]
+    assert found.pop("audit") is None
     for name in ("proved", "unproved"):
         assert found["redundancy"].pop(name) is None
         assert audited["redundancy"].pop(name) >= 0

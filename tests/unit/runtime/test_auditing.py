@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,8 @@ from ckpt.auditing import audit
 from ckpt.errors import ConfigError, RankFailure
 from ckpt.layout.box import Box
 from ckpt.layout.spec import BUFFER, MASTER, PARAM
-from ckpt.runtime import comparing
+from ckpt.runtime import auditing, comparing
+from ckpt.runtime.comparing import IN_AUDIT, IN_SAVE, Limits
 from tests.property.fake import (
     FakeEngine,
     Layout,
@@ -155,8 +157,7 @@ def test_nan_against_a_number_reaches_json_as_a_count():
 
 
 def test_only_so_many_chunks_are_looked_at_and_every_tensor_gets_its_turn(monkeypatch):
-    monkeypatch.setattr(comparing, "MAX_DETAILED", 3)
-    monkeypatch.setattr(comparing, "BATCH_BYTES", 1)
+    monkeypatch.setattr(auditing, "IN_AUDIT", Limits(3, 16, batch_bytes=1))
     model = Model()
     model.tensors = {("a", BUFFER): torch.zeros(8, 1024), ("b", BUFFER): torch.zeros(3), ("c", PARAM): torch.zeros(3)}
     whole = {key: cut("replicated", t.shape, 2) for key, t in model.tensors.items()}
@@ -170,15 +171,18 @@ def test_only_so_many_chunks_are_looked_at_and_every_tensor_gets_its_turn(monkey
     assert all(f.sides == ((0,), (1,)) for f in report.findings)
 
 
-def test_more_sides_than_are_compared_are_all_listed(monkeypatch):
-    monkeypatch.setattr(comparing, "MAX_SIDES", 2)
+@pytest.mark.parametrize(("sides", "distance"), [(2, 10.0), (3, 20.0), (4, 30.0)])
+def test_more_sides_than_are_compared_are_all_listed(monkeypatch, sides, distance):
+    monkeypatch.setattr(auditing, "IN_AUDIT", Limits(32, sides))
     made = job(4)
     for rank, one in enumerate(made):
         live(one, "mean", BUFFER)[0] = float(10 * rank)
     (found,) = audited(made).findings
     assert found.sides == ((0,), (1,), (2,), (3,))
     assert found.difference is not None
-    assert found.difference.max_abs == 10.0
+    assert found.difference.max_abs == distance
+    assert found.plain()["sides_compared"] == sides
+    assert ("sides compared" in str(found)) == (sides < 4)
 
 
 def test_nothing_is_left_in_the_store_and_the_engine_is_untouched():
@@ -189,6 +193,42 @@ def test_nothing_is_left_in_the_store_and_the_engine_is_untouched():
     each(run_ranks(jobs, lambda rank: audit(made[rank])))
     assert [bytes(b.numpy().data) for one in made for b in one.buffers] == before
     assert not jobs[0].store.check(["compare/1/0/0/1"])
+
+
+def test_what_travels_is_bounded_in_bytes():
+    assert [IN_AUDIT.sides_of(n) for n in (4, 1 << 19, 1 << 20, 4 << 20, 64 << 20)] == [16, 16, 8, 2, 2]
+    assert IN_SAVE.chunks * (IN_SAVE.sides_of(4 << 20) - 1) * (4 << 20) == 32 << 20
+
+
+def test_a_rank_that_fails_in_the_middle_leaves_nothing_in_the_store(monkeypatch):
+    def refuse(*_: object) -> None:
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(comparing, "difference", refuse)
+    made = job(3)
+    live(made[1], "w", "exp_avg")[0] = 9.0
+    jobs = comms(3)
+    keys: set[str] = set()
+    key_of = comparing._Exchange._key
+
+    def remembered(*args: Any) -> str:
+        keys.add(key_of(*args))
+        return key_of(*args)
+
+    monkeypatch.setattr(comparing._Exchange, "_key", remembered)
+    for result in run_ranks(jobs, lambda rank: audit(made[rank])):
+        assert isinstance(result, RankFailure)
+        assert result.failures == {0: "MemoryError: no room"}
+    (key,) = keys
+    assert not jobs[0].store.check([key])
+
+
+def test_what_only_counts_as_whole_is_said_to_be_kept():
+    made = job(3)
+    live(made[2], "w", "exp_avg")[0] = 9.0
+    live(made[2], "norm", PARAM)[0, 0] = 9.0
+    made[0].assumed = made[2].assumed = {"w"}
+    assert {f.fqn: f.all_kept for f in audited(made).findings} == {"w": True, "norm": False}
 
 
 def test_reports_of_different_layouts_are_not_combined():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 import pytest
@@ -185,3 +186,32 @@ def test_an_expanded_tensor_comes_back_through_the_memory_that_it_has():
     save_all(made, store)
     load_all(into, store)
     assert torch.equal(memory, base)
+
+
+def test_what_only_later_ranks_count_as_whole_is_warned_of_as_well(caplog):
+    made = job(4)
+    whole = cut("replicated", (3,), 2)
+    model = Model()
+    model.tensors = {("late", PARAM): torch.zeros(3)}
+    layout = {("late", PARAM): [[], [], *whole]}
+    for one, other in zip(made, engines(model, layout, 4, filled=True), strict=True):
+        one.shards += other.shards
+    live(made[3], "late", PARAM)[1] = 5.0
+    for one in made[2:]:
+        one.assumed = {"late", "w"}
+    with caplog.at_level(logging.WARNING, "ckpt"):
+        save_all(made, MemoryStore())
+    (line,) = [record.getMessage() for record in caplog.records if "docs/rules.md" in record.getMessage()]
+    assert "as no framework says otherwise: late; every rank's copy is kept" in line
+
+
+def test_a_save_looks_at_few_sides_and_says_so():
+    made = job(4)
+    for rank, one in enumerate(made):
+        live(one, "mean", BUFFER)[0] = 10.0 * rank
+    store = MemoryStore()
+    (line,) = save_all(made, store)[0].divergences
+    assert "replicas differ in 1 element in [0:1], by at most 10 (2 of 4 copies compared)" in line
+    (found,) = Repository(store).read_index(1).root.divergences
+    assert found.differing is not None
+    assert (found.differing.compared, found.differing.max_abs) == (2, 10.0)

@@ -117,7 +117,9 @@ def test_missing_and_unexpected_extras():
     assert report.extra == {"value": 5, "loader": 1}
 
 
-@pytest.mark.parametrize("extra", [{"": 1}, {1: 2}, {None: 1}, {"\udcff": 1}, {"a\ud800": Loader(1)}], ids=ascii)
+@pytest.mark.parametrize(
+    "extra", [{"": 1}, {1: 2}, {None: 1}, {"\udcff": 1}, {"a\ud800": Loader(1)}], ids=lambda e: ascii(list(e))
+)
 def test_a_name_that_is_none_is_refused(extra):
     with pytest.raises(ConfigError, match="extra: name"):
         save(MemoryStore(), extra)

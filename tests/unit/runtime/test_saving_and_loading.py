@@ -16,6 +16,7 @@ from ckpt.layout.spec import PARAM
 from ckpt.repo.repository import Repository
 from ckpt.repo.verify import verify
 from ckpt.runtime.agree import cached_layout
+from ckpt.runtime.revive import MAX_NOTES, Notes, notes_of_all
 from ckpt.runtime.rng import capture_rng, restore_rng
 from ckpt.store.local import LocalStore
 from ckpt.store.memory import MemoryStore
@@ -483,3 +484,27 @@ def test_what_this_process_wrote_is_referenced_without_a_read():
     report = save_all(made, store, step=2)[0]
     assert (report.bytes_written, store.reads) == (0, 0)
     assert report.bytes_reused > 0
+
+
+def test_what_any_ranks_engine_notes_is_logged_once_and_reported_everywhere(caplog):
+    store = MemoryStore()
+    model = small_model()
+    layout = zero1(model, 3)
+    save_all(engines(model, layout, 3, filled=True), store)
+    made = engines(model, layout, 3, filled=False)
+    for rank, one in enumerate(made):
+        one.notes = ["of all"] + [f"of rank {rank}"] * (rank > 0)
+    with caplog.at_level(logging.WARNING, "ckpt"):
+        reports = load_all(made, store)
+    logged = [record.getMessage() for record in caplog.records]
+    assert logged == [f"load of step 1: {note}" for note in ("of all", "of rank 1", "of rank 2")]
+    assert [set(report.notes) for report in reports] == [{"of all", "of rank 1", "of rank 2"}] * 3
+
+
+def test_of_many_notes_every_rank_has_its_own_and_some_of_the_others():
+    told = [Notes.of([f"{rank}: {i}" for i in range(MAX_NOTES + rank)] * 2) for rank in range(2)]
+    assert [one.more for one in told] == [False, True]
+    found = notes_of_all(told)
+    assert found[:-1] == [f"0: {i}" for i in range(MAX_NOTES)]
+    assert "each rank's report has all of its own" in found[-1]
+    assert notes_of_all(told[:1]) == told[0].shown
