@@ -21,7 +21,6 @@ from ckpt.engine.shared_objects import stateful_modules
 from ckpt.engine.shared_partition import Named, clean_name
 from ckpt.engine.shared_tiling import Tiler
 from ckpt.errors import LayoutError
-from ckpt.layout.mesh import idle_problems, problems_of_rank
 from ckpt.layout.tiling import Runs, Tiling, length, take
 
 if TYPE_CHECKING:
@@ -76,14 +75,8 @@ class Naming:
         return found + self._hidden_problems() if found else []
 
     def _hidden_problems(self) -> list[str]:
-        """Return what only the layouts of all ranks would show, of which a rank that refuses declares none.
-
-        Where the ranks hold different modules, a rule that is idle here may fit elsewhere.
-        """
-        apart = self.mesh.experts or len(self.mesh.groups.get("pp", ())) > 1
-        idle = () if apart else self.tiler.unused()
-        found = problems_of_rank(dist.get_rank(), self.mesh.groups, dist.get_world_size())
-        return found + idle_problems(idle)
+        apart = bool(self.mesh.experts) or len(self.mesh.groups.get("pp", ())) > 1
+        return self.tiler.hidden_problems(self.mesh.groups, apart=apart)
 
     def _module_name(self, local: str) -> str:
         return self._name(f"{local}.{_EXTRA}" if local else _EXTRA).removesuffix(_EXTRA).removesuffix(".")

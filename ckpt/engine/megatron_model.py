@@ -117,7 +117,9 @@ def survey(chunks: Sequence[Any], context: Context) -> Survey:
             # Said by every stage, because the one with the output layer need not be the one with the embedding.
             tied, listed = context.name("output_layer.weight"), context.name("embedding.word_embeddings.weight")
             found.aliases[tied] = listed
-    tilers.dense.check("the Megatron model")
+    groups = axis_groups(context)
+    apart = any(len(groups.get(axis, ())) > 1 for axis in ("pp", "ep"))
+    tilers.dense.check("the Megatron model", groups, apart=apart)
     found.unused = tilers.dense.unused()
     found.assumed = tilers.dense.assumed | tilers.experts.assumed
     return found
@@ -134,7 +136,11 @@ class _Tilers:
         self.dense = Tiler(context, rank, degree, unnamed=several and "tp" not in groups, explained=True)
         self.problems = self.dense.problems
         own = dist.get_rank() if dist.is_initialized() else 0
-        self.problems += [f"group {a!r} lacks this rank ({own})" for a, ranks in groups.items() if own not in ranks]
+        self.problems += [
+            f"axis {a!r}: the group {list(ranks)} lacks this rank ({own})"
+            for a, ranks in groups.items()
+            if own not in ranks
+        ]
         of_experts = process_group("get_expert_tensor_parallel_group")
         if of_experts is not None:  # else that of the dense ones is theirs too
             rank, degree = of_experts.rank(), of_experts.size()

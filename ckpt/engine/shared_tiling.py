@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
 
 from ckpt.engine.base import Context
 from ckpt.errors import LayoutError, UnsupportedLayout
-from ckpt.layout.mesh import UNEXPLAINED
+from ckpt.layout.mesh import UNEXPLAINED, idle_problems, problems_of_rank
 from ckpt.layout.rules import TensorRule, tiling_of
 from ckpt.layout.tiling import Tiling
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 
 @dataclass(slots=True)
@@ -90,10 +95,25 @@ class Tiler:
         explained = self.degree == 1 or self.explained or bool(self.context.rules.tensors)
         return self.context.rules.unused(self.seen, self.locals_seen) | (set() if explained else {UNEXPLAINED})
 
-    def check(self, what: str) -> None:
-        """Raise :class:`UnsupportedLayout` with every problem, if there is any."""
+    def hidden_problems(self, groups: Mapping[str, tuple[int, ...]], *, apart: bool) -> list[str]:
+        """Return what only the layouts of all ranks would show, of which a rank that refuses declares none.
+
+        Args:
+            groups: axis -> the ranks of this rank's group along it.
+            apart: ranks hold different modules, so that a rule which is idle here may fit elsewhere.
+        """
+        rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        return [
+            *(f"axis {a!r}: the group {list(g)} lacks this rank ({rank})" for a, g in groups.items() if rank not in g),
+            *problems_of_rank(rank, groups, world),
+            *idle_problems(() if apart else self.unused()),
+        ]
+
+    def check(self, what: str, groups: Mapping[str, tuple[int, ...]], *, apart: bool) -> None:
+        """Raise :class:`UnsupportedLayout` with every problem, if there is any; see :meth:`hidden_problems`."""
         if self.problems:
-            raise UnsupportedLayout(f"{what} cannot be saved or loaded", tuple(self.problems))
+            hidden = [one for one in self.hidden_problems(groups, apart=apart) if one not in self.problems]
+            raise UnsupportedLayout(f"{what} cannot be saved or loaded", (*self.problems, *hidden))
 
 
 def _marked(tensor: Any) -> Any:

@@ -77,7 +77,7 @@ class TorchAdapter:
                     state.shards += state_shards(inner_optimizer(optimizer), partition) if partition.pieces else ()
                 except UnsupportedLayout as error:
                     layout.tiler.problems.append(str(error))
-        layout.tiler.check("this engine")
+        layout.tiler.check("this engine", state.groups, apart=len(state.groups.get("pp", ())) > 1)
         state.objects = capture_objects(self._parts, layout, self.step())
         return state
 
@@ -88,7 +88,7 @@ class TorchAdapter:
             UnsupportedLayout: as :meth:`describe`.
         """
         layout, state = self._survey({fqn for fqn, specs in saved.items() if specs.keys() - NOT_OPTIMIZER_STATE})
-        layout.tiler.check("this engine")
+        layout.tiler.check("this engine", state.groups, apart=len(state.groups.get("pp", ())) > 1)
         loads = [StateLoad(inner_optimizer(one), saved) for one in self._parts.optimizers]
         for load, partitions in zip(loads, layout.partitions, strict=True):
             for partition in partitions:

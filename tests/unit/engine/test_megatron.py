@@ -123,7 +123,7 @@ def test_the_groups_that_the_user_names_place_what_rules_cut() -> None:
     (tile,) = found.named[id(p)].tiling.tiles
     assert (found.named[id(p)].shape, tile.box) == ((4,), Box((2,), (2,)))
     assert found.assumed == {"whole"}
-    with pytest.raises(UnsupportedLayout, match=r"group 'tp' lacks this rank \(0\)"):
+    with pytest.raises(UnsupportedLayout, match=r"axis 'tp': the group .* lacks this rank \(0\)"):
         survey([model], Context(rules, {"tp": (1, 2)}))
 
 
