@@ -109,10 +109,10 @@ class Tiler:
             *idle_problems(() if apart else self.unused()),
         ]
 
-    def check(self, what: str, groups: Mapping[str, tuple[int, ...]], *, apart: bool) -> None:
+    def check(self, what: str, groups: Mapping[str, tuple[int, ...]] | None = None, *, apart: bool = False) -> None:
         """Raise :class:`UnsupportedLayout` with every problem, if there is any; see :meth:`hidden_problems`."""
         if self.problems:
-            hidden = [one for one in self.hidden_problems(groups, apart=apart) if one not in self.problems]
+            hidden = [one for one in self.hidden_problems(groups or {}, apart=apart) if one not in self.problems]
             raise UnsupportedLayout(f"{what} cannot be saved or loaded", (*self.problems, *hidden))
 
 
