@@ -30,10 +30,10 @@ from ckpt.engine.deepspeed_refuse import (
     refuse_unsupported,
 )
 from ckpt.engine.shared_check import check_tensor
-from ckpt.engine.shared_partition import tile_views
+from ckpt.engine.shared_shards import master_shards, tensor_shards
 from ckpt.engine.shared_state import StateLoad, state_shards
 from ckpt.errors import ConfigError
-from ckpt.layout.spec import BUFFER, MASTER, PARAM, TensorSpec
+from ckpt.layout.spec import BUFFER, PARAM, TensorSpec
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -80,7 +80,7 @@ class DeepSpeedAdapter:
         inner = inner_optimizer(self._engine.optimizer)
         state.shards += _parameter_shards(naming.named.values())
         for partition in partitions:
-            state.shards += _master_shards(partition)
+            state.shards += master_shards(partition)
             state.shards += state_shards(inner, partition)
         state.objects = capture_objects(self._engine, partitions, naming)
         return state
@@ -95,7 +95,7 @@ class DeepSpeedAdapter:
         state.shards += _parameter_shards(naming.named.values())
         self._loading = StateLoad(inner_optimizer(self._engine.optimizer), saved)
         for partition in partitions:
-            state.shards += _master_shards(partition)
+            state.shards += master_shards(partition)
             state.shards += self._loading.prepare(partition)
         return state
 
@@ -147,7 +147,7 @@ class DeepSpeedAdapter:
         state = EngineState(aliases=naming.aliases, groups=naming.mesh.groups, unused=naming.tiler.unused())
         state.assumed = naming.tiler.assumed
         state.derived = {fqn for partition in partitions if partition.separate for fqn in partition.members}
-        state.shards += _buffer_shards(naming.buffers)
+        state.shards += tensor_shards(naming.buffers, BUFFER)
         return state, naming, partitions
 
 
@@ -157,21 +157,4 @@ def _parameter_shards(named: Iterable[Named]) -> Iterator[LiveShard]:
         check_tensor(entry.fqn, PARAM, tensor)
         spec = TensorSpec(entry.fqn, PARAM, dtype_name(tensor.dtype), entry.shape)
         for box, view in parameter_views(entry):
-            yield LiveShard(spec, box, view)
-
-
-def _master_shards(partition: Partition) -> Iterator[LiveShard]:
-    if partition.separate:
-        check_tensor(partition.members[0], MASTER, partition.key)
-        for piece in partition.pieces:
-            spec = TensorSpec(piece.fqn, MASTER, dtype_name(partition.key.dtype), piece.shape)
-            for box, view in partition.views(partition.key, piece):
-                yield LiveShard(spec, box, view)
-
-
-def _buffer_shards(buffers: Iterable[Named]) -> Iterator[LiveShard]:
-    for entry in buffers:
-        check_tensor(entry.fqn, BUFFER, entry.param)
-        spec = TensorSpec(entry.fqn, BUFFER, dtype_name(entry.param.dtype), entry.shape)
-        for box, view in tile_views(entry.param, entry.tiling):
             yield LiveShard(spec, box, view)

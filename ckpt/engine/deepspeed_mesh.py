@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from ckpt.engine.shared_ranks import group_ranks, place_in
+
 if TYPE_CHECKING:
     from ckpt.engine.base import Context
 
@@ -37,11 +39,6 @@ class Mesh:
     problems: list[str] = field(default_factory=list)
 
 
-def number_in(ranks: tuple[int, ...]) -> int:
-    """Return this rank's number in a group; 0 if it is not in it."""
-    return ranks.index(dist.get_rank()) if dist.get_rank() in ranks else 0
-
-
 def mesh_of(engine: Any, context: Context) -> Mesh:
     """Return this rank's groups: what the user says, else what the engine's mpu says, else what the engine has made."""
     mesh = Mesh()
@@ -52,7 +49,7 @@ def mesh_of(engine: Any, context: Context) -> Mesh:
         elif mpu is not None:
             _ask(mpu, axis, mesh)
     if "cp" not in mesh.groups and getattr(engine, "mesh_device", None) is not None:
-        mesh.groups["cp"] = _ranks(engine.mesh_device.get_group(mesh_dim="sequence_parallel"))
+        mesh.groups["cp"] = group_ranks(engine.mesh_device.get_group(mesh_dim="sequence_parallel"))
     _data_parallel(engine, mesh)
     _expert_parallel(engine, mesh, context)
     mesh.groups |= context.groups
@@ -76,7 +73,7 @@ def _ask(mpu: Any, axis: str, mesh: Mesh) -> None:
             if size is not None and size > 1
         ]
         return
-    mesh.groups[axis] = ranks = _ranks(next(iter(groups.values())))
+    mesh.groups[axis] = ranks = group_ranks(next(iter(groups.values())))
     place = ranks.index(dist.get_rank()) if dist.get_rank() in ranks else None
     for kind, (size, rank) in claims.items():
         if size is not None and size != len(ranks):
@@ -102,13 +99,13 @@ def _number(mpu: Any, name: str) -> int | None:
 def _data_parallel(engine: Any, mesh: Mesh) -> None:
     """Compare with the group that DeepSpeed reduces gradients over: data-parallel ranks, of all sequence parts."""
     group = getattr(engine, "seq_data_parallel_group", None)
-    reduced = _ranks(group) if group is not None else tuple(range(dist.get_world_size()))
+    reduced = group_ranks(group) if group is not None else tuple(range(dist.get_world_size()))
     sequence = mesh.groups.get("cp", ())
     if "dp" not in mesh.groups:
         if not set(sequence) - {dist.get_rank()} & set(reduced):
             mesh.groups["dp"] = reduced
         elif set(sequence) <= set(reduced):  # blocks of neighbours, as DeepSpeed's own parallel_state_sp makes them
-            mesh.groups["dp"] = reduced[number_in(sequence) :: len(sequence)]
+            mesh.groups["dp"] = reduced[place_in(sequence)[0] :: len(sequence)]
     data = len(mesh.groups.get("dp", reduced))
     if len(reduced) not in (data, data * max(1, len(sequence))):
         mesh.problems.append(
@@ -122,7 +119,7 @@ def _expert_parallel(engine: Any, mesh: Mesh, context: Context) -> None:
     groups = getattr(engine, "expert_parallel_group", None) or {}
     for name in sorted(wanted):
         if name in groups:
-            mesh.experts[name] = _ranks(groups[name])
+            mesh.experts[name] = group_ranks(groups[name])
         elif len(wanted) == 1 and "ep" in context.groups:
             mesh.experts[name] = context.groups["ep"]
         else:
@@ -133,7 +130,3 @@ def _expert_parallel(engine: Any, mesh: Mesh, context: Context) -> None:
 
 def _reduced(p: Any) -> bool:
     return getattr(p, "allreduce", True) is not False
-
-
-def _ranks(group: Any) -> tuple[int, ...]:
-    return tuple(dist.get_process_group_ranks(group))

@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from ckpt.engine.deepspeed_mesh import Mesh, mesh_of, number_in
+from ckpt.engine.deepspeed_mesh import Mesh, mesh_of
 from ckpt.engine.shared_check import class_names
 from ckpt.engine.shared_objects import stateful_modules
 from ckpt.engine.shared_partition import Named, clean_name
+from ckpt.engine.shared_ranks import place_in
 from ckpt.engine.shared_tiling import Tiler
 from ckpt.errors import LayoutError
 from ckpt.layout.tiling import Runs, Tiling, length, take
@@ -60,7 +61,7 @@ class Naming:
         mesh = mesh_of(engine, context)
         tp = mesh.groups.get("tp", ())
         alone = not tp and dist.get_world_size() > 1
-        found = cls(mesh, Tiler(context, number_in(tp), max(1, len(tp)), unnamed=alone))
+        found = cls(mesh, Tiler(context, *place_in(tp), unnamed=alone))
         found._find_experts(engine.module)
         found._apart = dict(_not_tied(engine.module))
         found._name_parameters(engine.module)
@@ -155,7 +156,7 @@ class Naming:
             if "Experts" in class_names(child) and hasattr(child, "deepspeed_experts"):
                 local: Any = child.deepspeed_experts
                 group = next((p.group_name for p in local.parameters() if hasattr(p, "group_name")), "")
-                first = number_in(self.mesh.experts.get(group, ())) * len(local)
+                first = place_in(self.mesh.experts.get(group, ()))[0] * len(local)
                 self._experts[clean_name(f"{name}.deepspeed_experts.".lstrip("."))] = first
 
 

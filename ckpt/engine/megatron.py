@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, TypeGuard
 
-from ckpt.engine.base import Context, EngineState, LiveShard, dtype_name
+from ckpt.engine.base import Context, EngineState
 from ckpt.engine.megatron_model import Survey, axis_groups, survey
 from ckpt.engine.megatron_objects import capture_objects, compare_objects, restore_objects, steps_taken
 from ckpt.engine.megatron_optimizer import (
@@ -20,19 +20,20 @@ from ckpt.engine.megatron_optimizer import (
     refuse_in_flight,
     refuse_unsupported,
 )
-from ckpt.engine.shared_check import check_tensor, class_names
-from ckpt.engine.shared_partition import clear_padding, tile_views
+from ckpt.engine.shared_check import class_names
+from ckpt.engine.shared_partition import clear_padding
+from ckpt.engine.shared_shards import master_shards, tensor_shards
 from ckpt.engine.shared_state import StateLoad, state_shards
 from ckpt.errors import ConfigError
-from ckpt.layout.spec import BUFFER, MASTER, PARAM, TensorSpec
+from ckpt.layout.spec import BUFFER, PARAM
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     import torch
 
     from ckpt.engine.base import Mismatch, SavedSpecs
-    from ckpt.engine.shared_partition import Named, Partition
+    from ckpt.engine.shared_partition import Partition
 
 
 def is_megatron(engine: object) -> TypeGuard[tuple[Any, ...]]:
@@ -80,7 +81,7 @@ class MegatronAdapter:
         state, found, partitions = self._survey(loading=False)
         inner = inner_optimizer(self._optimizer)
         for partition in partitions:
-            state.shards += _master_shards(partition)
+            state.shards += master_shards(partition)
             state.shards += state_shards(inner, partition)
         state.objects = capture_objects(self._optimizer, self._scheduler, found, partitions, self._context)
         return state
@@ -94,7 +95,7 @@ class MegatronAdapter:
         state, _, partitions = self._survey(loading=True)
         self._loading = StateLoad(inner_optimizer(self._optimizer), saved)
         for partition in partitions:
-            state.shards += _master_shards(partition)
+            state.shards += master_shards(partition)
             state.shards += self._loading.prepare(partition)
         return state
 
@@ -137,23 +138,6 @@ class MegatronAdapter:
         state = EngineState(aliases=found.aliases, groups=axis_groups(self._context), unused=found.unused)
         state.assumed = found.assumed
         state.derived = derived_names(partitions, found.named)
-        state.shards += _shards(found.named.values(), PARAM)
-        state.shards += _shards(found.buffers, BUFFER)
+        state.shards += tensor_shards(found.named.values(), PARAM)
+        state.shards += tensor_shards(found.buffers, BUFFER)
         return state, found, partitions
-
-
-def _shards(tensors: Iterable[Named], role: str) -> Iterator[LiveShard]:
-    for entry in tensors:
-        check_tensor(entry.fqn, role, entry.param)
-        spec = TensorSpec(entry.fqn, role, dtype_name(entry.param.dtype), entry.shape)
-        for box, view in tile_views(entry.param, entry.tiling):
-            yield LiveShard(spec, box, view)
-
-
-def _master_shards(partition: Partition) -> Iterator[LiveShard]:
-    if partition.separate:
-        check_tensor(partition.members[0], MASTER, partition.key)
-        for piece in partition.pieces:
-            spec = TensorSpec(piece.fqn, MASTER, dtype_name(partition.key.dtype), piece.shape)
-            for box, view in partition.views(partition.key, piece):
-                yield LiveShard(spec, box, view)

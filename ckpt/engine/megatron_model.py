@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from ckpt.engine.shared_check import class_names
 from ckpt.engine.shared_partition import Named
+from ckpt.engine.shared_ranks import group_ranks, place_in
 from ckpt.engine.shared_tiling import Tiler
 from ckpt.layout.box import Box
 from ckpt.layout.tiling import Tile, Tiling
@@ -76,7 +77,7 @@ def axis_groups(context: Context) -> dict[str, tuple[int, ...]]:
     for axis, getter in _GROUPS.items():
         group = process_group(getter)
         if group is not None and (axis not in _OPTIONAL or group.size() > 1):
-            found[axis] = tuple(dist.get_process_group_ranks(group))
+            found[axis] = group_ranks(group)
     return {**found, **context.groups}
 
 
@@ -131,7 +132,7 @@ class _Tilers:
     def __init__(self, context: Context) -> None:
         self.context = context
         groups, several = axis_groups(context), dist.is_initialized() and dist.get_world_size() > 1
-        rank, degree = _place_in(groups.get("tp", ()))
+        rank, degree = place_in(groups.get("tp", ()))
         # Explained: sharded_state_dict() says of every tensor how it is cut.
         self.dense = Tiler(context, rank, degree, unnamed=several and "tp" not in groups, explained=True)
         self.problems = self.dense.problems
@@ -148,11 +149,6 @@ class _Tilers:
 
     def of(self, tensor: torch.Tensor) -> Tiler:
         return self.dense if getattr(tensor, "allreduce", True) else self.experts
-
-
-def _place_in(ranks: tuple[int, ...]) -> tuple[int, int]:
-    own = dist.get_rank() if dist.is_initialized() else 0
-    return ranks.index(own) if own in ranks else 0, max(1, len(ranks))
 
 
 def _add_tensor(found: Survey, tilers: _Tilers, entry: Any) -> None:

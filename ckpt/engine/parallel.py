@@ -9,6 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ckpt.engine.base import Context
+from ckpt.engine.shared_ranks import group_ranks
 from ckpt.errors import ConfigError
 from ckpt.layout.mesh import AXES
 from ckpt.layout.parsing import parse_mapping
@@ -73,11 +74,6 @@ def read_rules(path: str | Path) -> Rules:
         return Rules.of(plain)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
-
-
-def group_ranks(group: Any) -> tuple[int, ...]:
-    """Return the global ranks of a process group, in group order."""
-    return tuple(dist.get_process_group_ranks(group))
 
 
 def _ranks(axis: str, group: Any) -> tuple[int, ...]:

@@ -10,22 +10,22 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ckpt.engine.base import Context, EngineState, LiveShard, dtype_name
+from ckpt.engine.base import Context, EngineState
 from ckpt.engine.shared_check import local_tensor
-from ckpt.engine.shared_partition import clear_padding, tile_views
+from ckpt.engine.shared_partition import clear_padding
+from ckpt.engine.shared_shards import tensor_shards
 from ckpt.engine.shared_state import NOT_OPTIMIZER_STATE, StateLoad, state_shards
 from ckpt.engine.torch_layout import inner_optimizer, layout_of
 from ckpt.engine.torch_names import fsdp_modules
 from ckpt.engine.torch_objects import capture_objects, compare_objects, restore_objects
 from ckpt.engine.torch_parts import parts_of
 from ckpt.errors import ConfigError, UnsupportedLayout
-from ckpt.layout.spec import BUFFER, PARAM, TensorSpec
+from ckpt.layout.spec import BUFFER, PARAM
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from ckpt.engine.base import Mismatch, SavedSpecs
-    from ckpt.engine.shared_partition import Named
     from ckpt.engine.torch_layout import Layout
 
 
@@ -130,17 +130,9 @@ class TorchAdapter:
         if self._parts.pipeline:
             state.groups.setdefault("pp", self._parts.pipeline)
         if not layout.tiler.problems:  # a wrong tiling has no views
-            for entry in layout.named.values():
-                state.shards += _shards(entry, PARAM)
-            for entry in layout.buffers:
-                state.shards += _shards(entry, BUFFER)
+            state.shards += tensor_shards(layout.named.values(), PARAM)
+            state.shards += tensor_shards(layout.buffers, BUFFER)
         return layout, state
-
-
-def _shards(entry: Named, role: str) -> Iterator[LiveShard]:
-    spec = TensorSpec(entry.fqn, role, dtype_name(entry.param.dtype), entry.shape)
-    for box, view in tile_views(entry.param, entry.tiling):
-        yield LiveShard(spec, box, view)
 
 
 def _is_count(value: object) -> bool:

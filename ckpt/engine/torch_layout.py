@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ckpt.engine.shared_check import check_tensor, class_names, local_tensor
 from ckpt.engine.shared_partition import Named, Partition, Piece
+from ckpt.engine.shared_ranks import place_in
 from ckpt.engine.shared_tiling import Tiler
 from ckpt.engine.torch_dtensor import dtensor_tiling, is_dtensor, mesh_ranks, nested
 from ckpt.engine.torch_names import EXTRA_STATE, buffers_of, global_name, joined, marked_name, modules_of, parameters_of
@@ -57,9 +58,7 @@ def layout_of(parts: Parts, context: Context, stated: Collection[str] = ()) -> L
     ``stated``: parameters that a checkpoint has optimizer state of, which a frozen one may have kept as well.
     """
     group = context.groups.get("tp", ())
-    me = dist.get_rank() if dist.is_initialized() else 0
-    place = group.index(me) if me in group else 0
-    layout = Layout(Tiler(context, place, max(1, len(group)), unnamed=not group and _world() > 1))
+    layout = Layout(Tiler(context, *place_in(group), unnamed=not group and _world() > 1))
     for model in parts.models:
         _add_model(layout, model, several=len(parts.models) > 1)
     layout.partitions = [_partitions(layout, optimizer, stated) for optimizer in parts.optimizers]

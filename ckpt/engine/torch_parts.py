@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ckpt.engine.shared_check import class_name, class_names
+from ckpt.engine.shared_ranks import group_ranks
 from ckpt.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -137,7 +138,7 @@ def _add_model(parts: Parts, item: Any) -> None:
     for stage in _stages(item):
         parts.models.append(ModelPart(stage.submod, stage.stage_index))
         if dist.is_initialized():
-            parts.pipeline = tuple(dist.get_process_group_ranks(stage.group or dist.group.WORLD))
+            parts.pipeline = group_ranks(stage.group or dist.group.WORLD)
 
 
 def _stages(item: Any) -> Iterable[Any]:

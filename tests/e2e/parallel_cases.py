@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 import ckpt
 from ckpt.engine.find import adapter_for
+from tests.e2e.adapter_fault_cases import error_of
 from tests.harness.parallel_engines import CUT, STAGES, Engine, build, whole_state
 
 
@@ -74,15 +75,6 @@ def load_and_compare(rank: int, world: int, root: str, layout: dict[str, Any]) -
         "differ": [k for k in sorted(expected.keys() & found.keys()) if not torch.equal(expected[k], found[k])],
         "trains": bool(torch.isfinite(torch.tensor(job.train(2, start=2))).all()),
     }
-
-
-def error_of(call: Any) -> str:
-    """Return how ``call`` fails, or ``""``."""
-    try:
-        call()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
 
 
 def padding_is_cleared(rank: int, world: int, root: str, layout: dict[str, Any]) -> list[float]:
