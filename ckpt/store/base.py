@@ -15,6 +15,8 @@ from ckpt.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from ckpt.store.blocks import Blocks
+
 Buffer = bytes | bytearray | memoryview
 
 _PART = re.compile(r"[^/\0]+")
@@ -32,6 +34,17 @@ def check_key(key: str) -> str:
     return key
 
 
+def check_head(head: Buffer, expected: int, key: str) -> Buffer:
+    """Return ``head`` if it has the length that the writer of ``key`` was opened with.
+
+    Raises:
+        ConfigError: another length; the object would be cut wrongly.
+    """
+    if len(head) != expected:
+        raise ConfigError(f"head of {len(head)} bytes for {key!r}, expected {expected}")
+    return head
+
+
 @dataclass(frozen=True, slots=True)
 class ObjectInfo:
     """What a listing says of an object."""
@@ -44,14 +57,25 @@ class ObjectInfo:
 class ObjectWriter(Protocol):
     """An object being written. It appears under its key at :meth:`finish`, whole and durable, or never.
 
-    Use as a context manager: leaving the block without ``finish`` (an error) removes what was written.
+    Use as a context manager: leaving the block without ``finish`` (an error) removes what was written. A writer may store
+    in the background; what fails there is raised by the next ``write`` or by ``finish``.
     """
 
     def write(self, data: Buffer) -> None:
-        """Append bytes."""
+        """Append bytes. On return the caller may change ``data``: it is stored, or copied to the writer's blocks.
 
-    def finish(self) -> None:
-        """Make the object visible and durable (file and directory synced) before returning."""
+        Waits while all blocks are in use: that is the back-pressure of a save.
+        """
+
+    def finish(self, head: Buffer = b"") -> None:
+        """Make the object visible and durable (file and directory synced) before returning.
+
+        ``head``: the first bytes of the object, exactly as many as the writer was opened with. They come last because
+        a pack's header tells the places of chunks whose encoded sizes nobody knows before.
+
+        Raises:
+            ConfigError: ``head`` has another length.
+        """
 
     def __enter__(self) -> ObjectWriter: ...
 
@@ -72,8 +96,17 @@ class Store(Protocol):
             ObjectExists: the key exists and ``overwrite`` is false; exactly one of several racing puts succeeds.
         """
 
-    def writer(self, key: str) -> ObjectWriter:
-        """Open a new object for streaming. Keys of streamed objects are unique by construction (attempt id)."""
+    def writer(self, key: str, *, head: int = 0, size: int = 0, blocks: Blocks | None = None) -> ObjectWriter:
+        """Open a new object for streaming. Keys of streamed objects are unique by construction (attempt id).
+
+        Args:
+            key: name of the object.
+            head: bytes at the front that :meth:`ObjectWriter.finish` will bring.
+            size: about how many bytes it will have, ``head`` included (a hint for part sizes and preallocation; 0: not
+                known). More or fewer may be written.
+            blocks: host memory that the writer may hold; a small pool of its own if None. Whoever passes blocks shares
+                them between all writers that are open at once.
+        """
 
     def get(self, key: str, start: int = 0, nbytes: int | None = None) -> bytes:
         """Return ``nbytes`` bytes from ``start`` (all to the end if None). Idempotent.

@@ -14,10 +14,12 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from ckpt.errors import AccessDenied, ObjectExists, ObjectNotFound, StoreError, StoreFull, StoreUnavailable
-from ckpt.store.base import Buffer, ObjectInfo, check_key
+from ckpt.store.base import Buffer, ObjectInfo, check_head, check_key
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from ckpt.store.blocks import Blocks
 
 TEMP = ".tmp-"
 """Prefix of the last part of a temporary file's name: garbage if its writer is dead."""
@@ -144,9 +146,9 @@ class LocalStore:
         else:
             os.unlink(temp)
 
-    def writer(self, key: str) -> LocalWriter:
+    def writer(self, key: str, *, head: int = 0, size: int = 0, blocks: Blocks | None = None) -> LocalWriter:
         """See :class:`~ckpt.store.base.Store`."""
-        return LocalWriter(self, key)
+        return LocalWriter(self, key, head)
 
     def get(self, key: str, start: int = 0, nbytes: int | None = None) -> bytes:
         """See :class:`~ckpt.store.base.Store`."""
@@ -237,8 +239,8 @@ def _raise_unless_gone(error: OSError) -> None:
 class LocalWriter:
     """A temporary file beside the final name; see :class:`~ckpt.store.base.ObjectWriter`."""
 
-    def __init__(self, store: LocalStore, key: str) -> None:
-        self.key, self.store = key, store
+    def __init__(self, store: LocalStore, key: str, head: int = 0) -> None:
+        self.key, self.store, self.head = key, store, head
         self.path = store._path(key)
         self.published = False
         with _mapped(key, store.url, "create"):
@@ -247,6 +249,7 @@ class LocalWriter:
             name = f"{TEMP}{os.urandom(8).hex()}-{os.path.basename(self.path)}"
             self.temp = os.path.join(parent, name[:255])
             self.fd = os.open(self.temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+            os.lseek(self.fd, head, os.SEEK_SET)
 
     def write(self, data: Buffer) -> None:
         """Append all of ``data`` (a short write is continued)."""
@@ -262,8 +265,13 @@ class LocalWriter:
             fd, self.fd = self.fd, -1
             os.close(fd)  # a network file system may report a lost write only here
 
-    def finish(self) -> None:
+    def finish(self, head: Buffer = b"") -> None:
         """Publish under the final name, durably."""
+        check_head(head, self.head, self.key)
+        if head:
+            with _mapped(self.key, self.store.url, "write"):
+                os.lseek(self.fd, 0, os.SEEK_SET)
+            self.write(head)
         self.sync()
         with _mapped(self.key, self.store.url, "publish"):
             os.rename(self.temp, self.path)

@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ckpt.errors import ObjectExists, ObjectNotFound
-from ckpt.store.base import Buffer, ObjectInfo, check_key
+from ckpt.store.base import Buffer, ObjectInfo, check_head, check_key
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from ckpt.store.blocks import Blocks
 
 
 class MemoryStore:
@@ -27,9 +29,9 @@ class MemoryStore:
         elif self.objects.setdefault(check_key(key), value) is not value:
             raise ObjectExists(f"{key!r} exists already in {self.url}", key)
 
-    def writer(self, key: str) -> MemoryWriter:
+    def writer(self, key: str, *, head: int = 0, size: int = 0, blocks: Blocks | None = None) -> MemoryWriter:
         """See :class:`~ckpt.store.base.Store`."""
-        return MemoryWriter(self, check_key(key))
+        return MemoryWriter(self, check_key(key), head)
 
     def get(self, key: str, start: int = 0, nbytes: int | None = None) -> bytes:
         """See :class:`~ckpt.store.base.Store`."""
@@ -65,16 +67,16 @@ class MemoryStore:
 class MemoryWriter:
     """See :class:`~ckpt.store.base.ObjectWriter`."""
 
-    def __init__(self, store: MemoryStore, key: str) -> None:
-        self.store, self.key, self.parts = store, key, bytearray()
+    def __init__(self, store: MemoryStore, key: str, head: int) -> None:
+        self.store, self.key, self.head, self.parts = store, key, head, bytearray()
 
     def write(self, data: Buffer) -> None:
         """Append bytes."""
         self.parts += data
 
-    def finish(self) -> None:
+    def finish(self, head: Buffer = b"") -> None:
         """Publish."""
-        self.store.objects[self.key] = bytes(self.parts)
+        self.store.objects[self.key] = bytes(check_head(head, self.head, self.key)) + bytes(self.parts)
 
     def __enter__(self) -> MemoryWriter:
         return self
