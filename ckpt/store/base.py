@@ -57,8 +57,8 @@ class ObjectInfo:
 class ObjectWriter(Protocol):
     """An object being written. It appears under its key at :meth:`finish`, whole and durable, or never.
 
-    Use as a context manager: leaving the block without ``finish`` (an error) removes what was written. A writer may store
-    in the background; what fails there is raised by the next ``write`` or by ``finish``.
+    Use as a context manager: leaving the block without ``finish`` (an error) removes what was written. A writer may
+    store in the background; what fails there is raised by the next ``write`` or by ``finish``.
     """
 
     def write(self, data: Buffer) -> None:
