@@ -28,15 +28,20 @@ if TYPE_CHECKING:
         NoSuchCheckpoint,
         RankFailure,
         ReplicaDivergence,
+        SaveCancelled,
+        SaveInFlight,
         StoreError,
         UnsupportedLayout,
     )
     from ckpt.loading import latest, load, steps
     from ckpt.report import LoadReport, SaveReport
-    from ckpt.saving import save
+    from ckpt.runtime.handle import SaveHandle
+    from ckpt.saving import async_save, save
 
 _HOME = {
     "save": "ckpt.saving",
+    "async_save": "ckpt.saving",
+    "SaveHandle": "ckpt.runtime.handle",
     "load": "ckpt.loading",
     "latest": "ckpt.loading",
     "steps": "ckpt.loading",
@@ -62,6 +67,8 @@ _HOME = {
     "NoSuchCheckpoint": "ckpt.errors",
     "CheckpointExists": "ckpt.errors",
     "RankFailure": "ckpt.errors",
+    "SaveCancelled": "ckpt.errors",
+    "SaveInFlight": "ckpt.errors",
 }
 
 __all__ = [
@@ -82,10 +89,14 @@ __all__ = [
     "Parallel",
     "RankFailure",
     "ReplicaDivergence",
+    "SaveCancelled",
+    "SaveHandle",
+    "SaveInFlight",
     "SaveReport",
     "StoreError",
     "UnsupportedLayout",
     "analyze",
+    "async_save",
     "audit",
     "latest",
     "load",

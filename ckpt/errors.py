@@ -19,6 +19,8 @@
     │    ├─ DigestMismatch      ├─ MissingChunk      └─ ReplicaDivergence
     ├─ RepositoryError                          7
     │    ├─ NoSuchCheckpoint (10)   ├─ CheckpointExists   └─ SplitRoot (ranks see different directories)
+    ├─ SaveInFlight                             1   on_busy="refuse": the asynchronous save before is not durable yet
+    ├─ SaveCancelled                            1   handle.cancel(), or training could not wait for the snapshot
     ├─ ReplayError                              8   gradient log: gap, wrong base, optimizer mismatch
     └─ RankFailure                              9   step, failures: {rank: "Type: message"}; the same on every rank
 
@@ -178,6 +180,14 @@ class CheckpointExists(RepositoryError):
 
 class SplitRoot(RepositoryError):
     """Ranks that were given the same root see different directories (node-local disks?)."""
+
+
+class SaveInFlight(CkptError):
+    """An asynchronous save was asked for while the one before is not durable yet (``on_busy="refuse"``)."""
+
+
+class SaveCancelled(CkptError):
+    """An asynchronous save was ended before its commit: nothing of it exists."""
 
 
 class ReplayError(CkptError):

@@ -1,7 +1,8 @@
 """One load, told from top to bottom. Every rank of the job calls it; each step succeeds on all ranks or fails on all.
 
-pick the step → index → what does the engine want → plan → are all packs there → read, check, place → rebuild derived
-parameters → scheduler, counters, extras, RNG. Nothing of the engine is touched before the plan is known to be complete.
+pick the step → index → what does the engine want → plan → who reads what → are all packs there → read, hand on, check,
+place → rebuild derived parameters → scheduler, counters, extras, RNG. Nothing of the engine is touched before the plan
+is known to be complete.
 """
 
 from __future__ import annotations
@@ -21,12 +22,15 @@ from ckpt.plan.wire import decode_layouts, encode_layout
 from ckpt.repo.repository import Index, Repository, checked_step
 from ckpt.report import LoadReport, Stopwatch
 from ckpt.runtime.agree import Hello, exchange_hellos
-from ckpt.runtime.describing import claims_of
+from ckpt.runtime.describing import claims_of, host_name
 from ckpt.runtime.guard import mark_half_loaded, mark_whole
 from ckpt.runtime.pieces import PieceTable
-from ckpt.runtime.reading import check_packs, place_chunks
+from ckpt.runtime.reading_mode import AUTO, checked_budget, checked_read, choose
+from ckpt.runtime.restoring import Restore
 from ckpt.runtime.revive import Notes, Saved, choose_objects, give_back, notes_of_all, restore_generators
 from ckpt.runtime.torch_comm import communicator
+from ckpt.store.blocks import DEFAULT_BUDGET
+from ckpt.store.limited import limited
 from ckpt.store.open import Root, default_root, open_store
 
 if TYPE_CHECKING:
@@ -37,6 +41,9 @@ if TYPE_CHECKING:
     from ckpt.store.base import Store
 
 log = logging.getLogger("ckpt")
+
+FIRST, AFTER = "read", "read rest"
+"""What is read before the engine rebuilds derived parameters, and what behind it."""
 
 
 def load(
@@ -49,6 +56,9 @@ def load(
     fallback: bool = False,
     cast: bool = False,
     timeout: float | None = None,
+    read: str = AUTO,
+    budget: int = DEFAULT_BUDGET,
+    io_limit: float | None = None,
 ) -> LoadReport:
     """Load a checkpoint into ``engine``, in place, whatever layout saved it. Collective: every rank must call it.
 
@@ -63,13 +73,20 @@ def load(
             damaged steps stay: a job that comes to them again saves with ``overwrite=True``.
         cast: convert tensors whose dtype differs, and list them; otherwise that is an error.
         timeout: seconds without a sign of life after which a rank counts as lost (default ``CKPT_TIMEOUT``, 300).
+        read: ``once``: each chunk is read from the store by one rank, and ranks hand it on to those that need it.
+            ``each``: every rank reads what it needs. ``auto``: ``each`` from a file system of the ranks' own hosts,
+            ``once`` from any other store.
+        budget: bytes of host memory that the load may use on each rank beside the live state.
+        io_limit: most bytes per second that this rank may read from the store.
 
     Raises:
+        ConfigError: an argument is wrong, or ranks do not ask for the same.
         NoSuchCheckpoint: the root holds none, or not this step.
         MissingState: missing or unexpected state (with ``strict``), or a dtype that differs (without ``cast``).
         LayoutError: a tensor of another shape, groups that do not tile the world, rules that fit nothing, or (with
             ``strict``) optimizer groups that were cut differently.
-        IntegrityError, FormatError: damage, named by tensor and file; :class:`RankFailure` if only some ranks met it.
+        IntegrityError, FormatError: damage, named by tensor and file; :class:`RankFailure` if only some ranks met it
+            (``once``: the error of the rank that was to read it, on all).
 
     An error before the first byte is placed leaves the engine as it was. After one that comes later the engine refuses
     to run forward and to be saved, until a load succeeds.
@@ -78,7 +95,7 @@ def load(
     comm = communicator()
     with comm.joint("load", timeout):
         one = _Load(comm, watch, engine, default_root(root), step, extra, strict, cast)
-        one.agree(fallback)
+        one.agree(fallback, read, budget, io_limit)
         skipped: list[str] = []
         for candidate in one.candidates(fallback):
             try:
@@ -97,10 +114,11 @@ def load(
 class _Ready:
     """What this rank has found and decided before the engine is touched, and what came of it.
 
-    ``engine``: the adapter's notes on this rank. ``own``: notes on what each rank carries over for itself.
-    ``returned``: what the user gets back.
+    ``source``: where index and objects are read. ``engine``: the adapter's notes on this rank. ``own``: notes on what
+    each rank carries over for itself. ``returned``: what the user gets back.
     """
 
+    source: Store
     index: Index
     catalog: Catalog
     state: EngineState
@@ -130,59 +148,81 @@ class _Load:
 
     store: Store
     adapter: EngineAdapter
+    hosts: tuple[str, ...]
+    read: str
+    budget: int
 
-    def agree(self, fallback: bool) -> None:
+    def agree(self, fallback: bool, read: str, budget: int, io_limit: float | None) -> None:
         """Check that all ranks ask for the same."""
 
         def hello() -> Hello:
-            self.store = open_store(self.root)
+            self.read, self.budget = checked_read(read), checked_budget(budget)
+            self.store = limited(open_store(self.root), io_limit)
             self.adapter = adapter_for(self.engine)
             step = None if self.step_asked is None else checked_step(self.step_asked)
-            options = (f"strict={self.strict}", f"cast={self.cast}", f"fallback={fallback}")
-            return Hello(call="load", root=self.store.url, step=step, options=options, engine=self.adapter.kind)
+            options = [f"strict={self.strict}", f"cast={self.cast}", f"fallback={fallback}"]
+            options += [f"read={read}", f"budget={budget}"]
+            return Hello(
+                call="load",
+                root=self.store.url,
+                step=step,
+                options=tuple(options),
+                engine=self.adapter.kind,
+                host=host_name(),
+            )
 
-        exchange_hellos(self.comm, hello)
+        self.hosts = tuple(hello.host for hello in exchange_hellos(self.comm, hello))
 
     def candidates(self, fallback: bool) -> list[int]:
-        """Return the steps to try, the same on all ranks: rank 0 looks, so that nobody sees a newer one."""
+        """Return the steps to try, the same on all ranks: rank 0 looks, so that nobody sees a newer one.
+
+        It also decides how they are read, because to some ranks the same path may look like another file system.
+        """
 
         def work() -> bytes:
+            self.read = choose(self.read, self.comm.world, self.store.url)
             repo = Repository(self.store)
             newest = repo.pick(self.step_asked)
             earlier = [s for s in repo.steps() if s < newest] if fallback else []
-            return msgspec.msgpack.encode([newest, *reversed(earlier)])
+            return msgspec.msgpack.encode((self.read, [newest, *reversed(earlier)]))
 
-        return msgspec.msgpack.decode(self.comm.on_root("pick", work), type=list[int])
+        found = msgspec.msgpack.decode(self.comm.on_root("pick", work), type=tuple[str, list[int]])
+        self.read, steps = found
+        return steps
 
     def run(self, step: int, skipped: tuple[str, ...]) -> LoadReport:
         comm, ready = self.comm, _Ready()
+        restore = Restore(comm, self.store, self.read, self.budget, self.hosts)
         with self.watch.phase("plan"):
+            ready.source = restore.open(step)
             self._check_claims(comm.gather("describe", lambda: self._describe(step, ready)))
             encoded = comm.gather("plan", lambda: self._plan(ready))
             ranks = [msgspec.msgpack.decode(data, type=Difference) for data in encoded]
             missing, unexpected, casts = check_difference(ready.catalog, ranks, strict=self.strict, cast=self.cast)
-        state, plan, saved = ready.state, ready.plan, ready.saved
+            late = any(one.late for one in ranks)
+            restore.plan(ready.index, {FIRST: ready.plan.first, **({AFTER: ready.plan.after} if late else {})})
+        state, saved = ready.state, ready.saved
         module = self.adapter.module()
         mark_half_loaded(module)
         with self.watch.phase("read"):
-            nbytes = comm.run("read", lambda: place_chunks(self.store, plan.first, state.shards, comm.beat))
+            restore.carry(FIRST, state.shards)
         with self.watch.phase("finish"):
-            late = any(one.late for one in ranks)
             if late:  # otherwise one meeting of all ranks does for everything that is left
                 comm.run("refresh", self.adapter.refresh)
-                nbytes += comm.run("read rest", lambda: place_chunks(self.store, plan.after, state.shards, comm.beat))
-            told = comm.gather("finish", lambda: self._finish(ready, refresh=not late))
+                restore.carry(AFTER, state.shards)
+            told = comm.gather("finish", lambda: self._finish(ready, restore, refresh=not late))
         diverged = _on_divergences(ready.index, same_world=ready.index.root.world == comm.world)
         mark_whole(module)
         # What the engines note differs between pipeline stages, and by the partitions that a rank holds.
-        engines = notes_of_all([msgspec.msgpack.decode(one, type=Notes) for one in told])
+        ends = [msgspec.msgpack.decode(one, type=_End) for one in told]
+        engines = notes_of_all([end.notes for end in ends])
         for note in ready.own if comm.rank else [*engines, *diverged, *ready.own]:
             log.warning("load of step %d: %s", step, note)
         return LoadReport(
             step=step,
             root=self.store.url,
             saved_world=ready.index.root.world,
-            bytes_read=nbytes,
+            bytes_read=restore.chunk_bytes,
             seconds=self.watch.seconds,
             missing=missing + saved.missing,
             unexpected=unexpected + saved.unexpected,
@@ -191,11 +231,14 @@ class _Load:
             skipped=skipped,
             extra=ready.returned,
             phases=self.watch.phases,
+            read=self.read,
+            read_by_rank=tuple(end.read for end in ends),
+            bytes_received=restore.received,
         )
 
     def _describe(self, step: int, ready: _Ready) -> bytes:
         """Read what the checkpoint holds and ask what the engine does. Returns what this rank claims of its place."""
-        ready.index = index = Repository(self.store).read_index(step)
+        ready.index = index = Repository(ready.source).read_index(step)
         ready.catalog = catalog = Catalog(index.specs, index.parts, index.root.derived, index.root.aliases)
         ready.state = state = self.adapter.describe_for_load(catalog.by_fqn())
         return encode_layout(claims_of(self.comm.rank, state))
@@ -218,10 +261,8 @@ class _Load:
             state.derived,
             own_copies_of=self.comm.rank if same_world else None,
         )
-        sizes = {pack.key: pack.nbytes for part in index.parts for pack in part.packs}
-        check_packs(self.store, (*plan.first, *plan.after), sizes)
         ready.saved = choose_objects(
-            self.store, index.parts, index.root.world, self.comm.rank, self.comm.world, self.extra, self.strict
+            ready.source, index.parts, index.root.world, self.comm.rank, self.comm.world, self.extra, self.strict
         )
         return msgspec.msgpack.encode(self._with_objects(plan.difference, ready.saved))
 
@@ -231,15 +272,23 @@ class _Load:
         missing = tensors.missing + found.missing
         return replace(tensors, missing=missing, unexpected=found.unexpected, conflicts=found.conflicts)
 
-    def _finish(self, ready: _Ready, *, refresh: bool) -> bytes:
-        """Put everything back that is not a chunk. Returns what all ranks are told of the engine's notes here."""
+    def _finish(self, ready: _Ready, restore: Restore, *, refresh: bool) -> bytes:
+        """Put everything back that is not a chunk. Returns what all ranks are told of this one."""
         if refresh:
             self.adapter.refresh()
         ready.engine = self.adapter.finish(ready.saved.engine)
         ready.returned = give_back(ready.saved, self.extra)
         # Last of all, because everything before may draw from the generators.
         ready.own = ready.saved.notes + restore_generators(ready.saved, self.comm.rank)
-        return msgspec.msgpack.encode(Notes.of(ready.engine))
+        return msgspec.msgpack.encode(_End(Notes.of(ready.engine), restore.store.bytes_read))
+
+
+class _End(msgspec.Struct, array_like=True):
+    """What all ranks are told of one that has done its part."""
+
+    notes: Notes
+    read: int
+    """bytes that it got from the store"""
 
 
 def _on_divergences(index: Index, *, same_world: bool) -> list[str]:

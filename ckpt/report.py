@@ -108,6 +108,17 @@ class LoadReport:
     """the ``extra`` of the save: plain values, and the state of objects that were not passed to load"""
     phases: dict[str, float] = field(default_factory=dict)
     """seconds of this rank by phase: plan, read, finish"""
+    read: str = "each"
+    """``each``: every rank read what it needed; ``once``: each chunk was read by one rank and handed on"""
+    read_by_rank: tuple[int, ...] = ()
+    """bytes that each rank got from the store: chunks, objects and index"""
+    bytes_received: int = 0
+    """bytes of chunks that this rank got from other ranks"""
+
+    @property
+    def bytes_from_store(self) -> int:
+        """Bytes that all ranks together got from the store."""
+        return sum(self.read_by_rank)
 
     def __str__(self) -> str:
         by = f"saved by {count(self.saved_world, 'rank')}, {size(self.bytes_read)} read by this one"

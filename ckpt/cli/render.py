@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ckpt.format.manifest import DERIVED, plain
+from ckpt.format.tally import by_role, tally
 from ckpt.repo.repository import attempt_prefix
 from ckpt.repo.verify import DAMAGE, GARBAGE
 from ckpt.words import count, size
@@ -91,7 +92,15 @@ def describe(index: Index) -> dict[str, Any]:
         "tensors": tensors,
         "objects": sorted(objects, key=lambda o: (o["name"], o["ranks"])),
         "divergences": plain(index.root.divergences),
+        "codecs": _codecs(index),
     }
+
+
+def _codecs(index: Index) -> dict[str, Any]:
+    """Return per role how its chunks are stored, by the index; why, if the save has noted it."""
+    noted = {role: one.why for role, one in index.commit.codecs.items()}
+    found: dict[str, Any] = plain(by_role([tally(part, index.specs, noted) for part in index.parts]))
+    return found
 
 
 def visible(text: str) -> str:
@@ -142,6 +151,12 @@ def print_checkpoint(document: dict[str, Any]) -> None:
         table.add_row(*map(shown, cells))
     out.print(table)
 
+    if document["commit"].get("codecs") or any(one["codec"] != "none" for one in document["codecs"].values()):
+        table = new_table(("role", "codec", "size", "in packs", "ratio", "why"), right=("size", "in packs", "ratio"))
+        for role, one in document["codecs"].items():
+            cells = (role, one["codec"], size(one["raw"]), size(one["stored"]), f"{one['ratio']:.2f}", one["why"])
+            table.add_row(*map(shown, cells))
+        out.print(table)
     if document["aliases"]:
         table = new_table(("tied name", "is stored as"))
         for alias, name in document["aliases"].items():

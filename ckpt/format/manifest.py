@@ -12,7 +12,6 @@ work grows with the world. Unknown fields are ignored; a change that a reader mu
 from __future__ import annotations
 
 import re
-from math import prod
 from typing import Any, TypeVar
 
 import msgspec
@@ -22,11 +21,13 @@ from ckpt.format.codec import compress, decompress
 from ckpt.format.digest import check_form, digest
 from ckpt.format.holders import HolderTable
 from ckpt.layout.box import Box
-from ckpt.layout.spec import ITEMSIZE, TensorSpec
+from ckpt.layout.spec import TensorSpec
 from ckpt.words import count
 
 VERSION = 1
-FEATURES: frozenset[str] = frozenset()
+CODEC = "codec"
+"""The feature of a step that has encoded chunks."""
+FEATURES: frozenset[str] = frozenset({CODEC})
 """Optional features that this release can read. A file that names another is refused, never half read."""
 
 MAX_COMMIT = 1 << 20
@@ -64,7 +65,8 @@ class ChunkEntry(msgspec.Struct, frozen=True, array_like=True):
 
     ``pack``: position in the part's ``packs``, or ``DERIVED``: not stored, equal to cast(master) of the same box.
     ``start``: byte offset in the pack file. ``ranks``: empty for the copy that everybody gets; else the ranks whose
-    diverging copy this is.
+    diverging copy this is. ``codec``: 0 for a chunk whose own bytes are in the pack; n if they are encoded with the
+    part's ``codecs[n - 1]``, in ``stored`` bytes. ``digest`` and ``nbytes`` are those of the chunk's own bytes.
     """
 
     spec: int
@@ -75,6 +77,13 @@ class ChunkEntry(msgspec.Struct, frozen=True, array_like=True):
     start: int
     nbytes: int
     ranks: tuple[int, ...] = ()
+    codec: int = 0
+    stored: int = 0
+
+    @property
+    def length(self) -> int:
+        """Bytes in the pack."""
+        return self.stored if self.codec else self.nbytes
 
     @property
     def box(self) -> Box:
@@ -92,6 +101,11 @@ class BlobEntry(msgspec.Struct, frozen=True, array_like=True):
     pack: int
     start: int
     nbytes: int
+
+    @property
+    def length(self) -> int:
+        """Bytes in the pack."""
+        return self.nbytes
 
 
 class ObjectTensor(msgspec.Struct, frozen=True, kw_only=True):
@@ -122,6 +136,12 @@ class IndexPart(msgspec.Struct, frozen=True, kw_only=True):
     packs: tuple[PackRef, ...]
     chunks: tuple[ChunkEntry, ...]
     objects: tuple[ObjectEntry, ...] = ()
+    codecs: tuple[str, ...] = ()
+    """names of the codecs that ``chunks`` refer to"""
+
+    def codec_of(self, chunk: ChunkEntry) -> str | None:
+        """Return the name of a chunk's codec, None if its own bytes are in the pack."""
+        return self.codecs[chunk.codec - 1] if chunk.codec else None
 
 
 class DivergingElements(msgspec.Struct, frozen=True, kw_only=True):
@@ -182,7 +202,19 @@ class IndexRoot(msgspec.Struct, frozen=True, kw_only=True):
     """who held what; None if it was not recorded. Only analyses read it, and check it then: ``repo/holders.py``."""
 
 
-class CommitBody(msgspec.Struct, frozen=True, kw_only=True):
+class RoleCodec(msgspec.Struct, frozen=True, kw_only=True):
+    """How the chunks of one role are stored, derived ones left out. ``codec``: names, or ``none``; ``why`` it was so
+    decided. ``raw``, ``stored``: bytes of the chunks and bytes in packs; ``ratio``: the first by the second.
+    """
+
+    codec: str
+    raw: int
+    stored: int
+    ratio: float
+    why: str
+
+
+class CommitBody(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The readable summary that stands in ``commit.json``."""
 
     format: int
@@ -197,6 +229,8 @@ class CommitBody(msgspec.Struct, frozen=True, kw_only=True):
     totals: dict[str, int]
     """bytes_held, bytes_unique, bytes_written (tensors), bytes_reused, chunks, divergences"""
     index: FileRef
+    codecs: dict[str, RoleCodec] = {}
+    """per role; for people, and not needed to read the step"""
 
 
 class _CommitFile(msgspec.Struct, frozen=True, kw_only=True):
@@ -218,12 +252,12 @@ def decode_commit(data: bytes, where: str) -> CommitBody:
     """
     if len(data) > MAX_COMMIT:
         raise MalformedData(f"{where}: {len(data)} bytes, expected at most {MAX_COMMIT}")
-    outer = _decode(data, _CommitFile, where)
+    outer = parse(data, _CommitFile, where)
     raw = bytes(outer.body)
     if digest(raw) != check_form(outer.digest, where):
         raise DigestMismatch(f"{where}: body has digest {digest(raw)}, the file says {outer.digest}")
-    _check_version(_decode(raw, _Versioned, where), where)
-    body = _decode(raw, CommitBody, where)
+    _check_version(parse(raw, _Versioned, where), where)
+    body = parse(raw, CommitBody, where)
     _check_ref(body.index, INDEX_KEY, where)
     return body
 
@@ -243,7 +277,16 @@ def _check_version(found: _Versioned, where: str) -> None:
 
 def encode_index(part: IndexPart | IndexRoot) -> bytes:
     """Return the bytes of an index file: JSON, compressed."""
-    return compress(msgspec.json.encode(part))
+    if isinstance(part, IndexRoot) or part.codecs:
+        return compress(msgspec.json.encode(part))
+    # What has nothing encoded is written as the first releases wrote it, byte for byte.
+    chunks = [msgspec.structs.astuple(chunk)[:_PLAIN] for chunk in part.chunks]
+    plain_part = {"rank": part.rank, "packs": part.packs, "chunks": chunks, "objects": part.objects}
+    return compress(msgspec.json.encode(plain_part))
+
+
+_PLAIN = ChunkEntry.__struct_fields__.index("codec")
+"""Fields of a chunk that is not encoded."""
 
 
 def decode_root(data: bytes, where: str) -> IndexRoot:
@@ -253,8 +296,8 @@ def decode_root(data: bytes, where: str) -> IndexRoot:
         MalformedData, UnsupportedVersion: ``where`` names the file.
     """
     text = decompress(data, limit=MAX_INDEX, where=where)
-    _check_version(_decode(text, _Versioned, where), where)
-    root = _decode(text, IndexRoot, where)
+    _check_version(parse(text, _Versioned, where), where)
+    root = parse(text, IndexRoot, where)
     for ref in root.parts:
         _check_ref(ref, INDEX_KEY, where)
     specs_of(root, where)
@@ -278,74 +321,18 @@ def specs_of(root: IndexRoot, where: str) -> tuple[TensorSpec, ...]:
     return tuple(specs)
 
 
-def decode_part(data: bytes, specs: tuple[TensorSpec, ...], where: str) -> IndexPart:
-    """Return one index part after checking every chunk against its spec and its pack.
-
-    Raises:
-        MalformedData: ``where`` names the file.
-    """
-    part = _decode(decompress(data, limit=MAX_INDEX, where=where), IndexPart, where)
-    for pack in part.packs:
-        if not PACK_KEY.fullmatch(pack.key) or pack.nbytes < 8:
-            raise MalformedData(
-                f"{where}: pack {pack.key[:200]!r} of {pack.nbytes} bytes is not a pack of this repository"
-            )
-        if pack.header:
-            check_form(pack.header, where)
-    for chunk in part.chunks:
-        _check_chunk(chunk, specs, part.packs, where)
-    for entry in part.objects:
-        what = f"{where}: object {entry.name!r}"
-        _check_place(entry.document, part.packs, what)
-        for tensor in entry.tensors:
-            _check_object_tensor(tensor, part.packs, what)
-    return part
-
-
-def _check_chunk(chunk: ChunkEntry, specs: tuple[TensorSpec, ...], packs: tuple[PackRef, ...], where: str) -> None:
-    if not 0 <= chunk.spec < len(specs):
-        raise MalformedData(f"{where}: chunk of tensor number {chunk.spec}, there are {len(specs)}")
-    spec = specs[chunk.spec]
-    if len(chunk.offsets) != len(chunk.sizes) or min((*chunk.offsets, *chunk.sizes), default=0) < 0:
-        raise MalformedData(f"{where}: {spec}: chunk box {chunk.offsets}+{chunk.sizes}")
-    if not chunk.box.within(spec.shape) or chunk.box.volume * spec.itemsize != chunk.nbytes:
-        raise MalformedData(f"{where}: {spec}: chunk {chunk.box} of {chunk.nbytes} bytes does not fit")
-    if chunk.pack == DERIVED:
-        check_form(chunk.digest, where)
-    else:
-        _check_place(chunk, packs, f"{where}: {spec} chunk {chunk.box}")
-
-
-def _check_object_tensor(tensor: ObjectTensor, packs: tuple[PackRef, ...], where: str) -> None:
-    for blob in tensor.blobs:
-        _check_place(blob, packs, where)
-    if tensor.dtype not in ITEMSIZE or any(n < 0 for n in tensor.shape):
-        raise MalformedData(f"{where}: a tensor of dtype {tensor.dtype[:200]!r} and shape {list(tensor.shape)}")
-    # Before a byte is read: blobs may share a place, so a list of them can ask for far more memory than the packs have.
-    held, wanted = sum(blob.nbytes for blob in tensor.blobs), prod(tensor.shape) * ITEMSIZE[tensor.dtype]
-    if held != wanted:
-        raise MalformedData(
-            f"{where}: blobs of {held} bytes for a tensor {tensor.dtype}{list(tensor.shape)} of {wanted} bytes"
-        )
-
-
-def _check_place(entry: ChunkEntry | BlobEntry, packs: tuple[PackRef, ...], where: str) -> None:
-    check_form(entry.digest, where)
-    if not 0 <= entry.pack < len(packs):
-        raise MalformedData(f"{where}: in pack number {entry.pack}, there are {len(packs)}")
-    if not 0 <= entry.nbytes <= MAX_CHUNK:
-        raise MalformedData(f"{where}: {entry.nbytes} bytes, expected at most {MAX_CHUNK}")
-    if entry.start < 8 or entry.start + entry.nbytes > packs[entry.pack].nbytes:
-        raise MalformedData(f"{where}: bytes [{entry.start}, +{entry.nbytes}) are not in {packs[entry.pack].key}")
-
-
 def _check_ref(ref: FileRef, pattern: re.Pattern[str], where: str) -> None:
     if not pattern.fullmatch(ref.key) or not 0 <= ref.nbytes <= MAX_INDEX:
         raise MalformedData(f"{where}: reference to {ref.key[:200]!r} of {ref.nbytes} bytes")
     check_form(ref.digest, where)
 
 
-def _decode(data: bytes, kind: type[T], where: str) -> T:
+def parse(data: bytes, kind: type[T], where: str) -> T:
+    """Return JSON as a structure.
+
+    Raises:
+        MalformedData: ``where`` names the file.
+    """
     try:
         return msgspec.json.decode(data, type=kind)
     except (msgspec.DecodeError, RecursionError, OverflowError) as error:

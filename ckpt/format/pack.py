@@ -10,8 +10,12 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from math import prod
+from typing import TYPE_CHECKING
 
 from ckpt.errors import MalformedData
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 MAX_HEADER = 100_000_000
 """Readers of the reference implementation refuse longer headers, so we never write one."""
@@ -19,6 +23,9 @@ MAX_CHUNKS = 65_536
 """Chunks per pack; keeps the header far below :data:`MAX_HEADER`."""
 MAX_BYTES = 16 << 30
 """Data bytes per pack."""
+
+FRAME = 64
+"""Bytes of an entry in a pack's header beside name, shape and numbers, at most."""
 
 SAFETENSORS_DTYPE = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16",
@@ -50,43 +57,64 @@ class PackLayout:
     nbytes: int
 
 
-def plan_packs(items: list[tuple[int, PackItem]]) -> list[tuple[list[int], PackLayout]]:
-    """Distribute ``(key, item)`` over packs; return ``(keys in file order, layout)`` per pack."""
-    ordered = sorted(items, key=lambda pair: (-_align(pair[1].dtype), pair[0]))
-    packs: list[list[tuple[int, PackItem]]] = []
+def plan_packs(items: Sequence[PackItem]) -> list[list[int]]:
+    """Distribute items over packs; return for each pack the positions of its items, in file order."""
+    packs: list[list[int]] = []
     filled = MAX_BYTES + 1
-    for pair in ordered:
-        if filled + pair[1].nbytes > MAX_BYTES or len(packs[-1]) >= MAX_CHUNKS:
+    for k in sorted(range(len(items)), key=lambda k: (-_align(items[k].dtype), k)):
+        if filled + items[k].nbytes > MAX_BYTES or len(packs[-1]) >= MAX_CHUNKS:
             packs.append([])
             filled = 0
-        packs[-1].append(pair)
-        filled += pair[1].nbytes
-    return [([key for key, _ in pack], lay_out([item for _, item in pack])) for pack in packs]
+        packs[-1].append(k)
+        filled += items[k].nbytes
+    return packs
+
+
+def room_for(items: Sequence[PackItem]) -> int:
+    """Return how many bytes suffice for what comes before the data, whichever of ``items`` are stored in the end.
+
+    An item may also be stored encoded, as bytes (``U8``); encoding makes nothing larger than twice its size and 1 KiB.
+    """
+    digits = len(str(sum(2 * item.nbytes + 1024 for item in items)))
+    size = len(_text([], []))
+    for item in items:
+        # Of its places, and of an encoded item's one dimension, nothing is known but how many digits they can have.
+        size += len(json.dumps(item.name, ensure_ascii=False).encode()) + len(str(item.shape)) + FRAME + 3 * digits
+    return 8 + size + -size % 8
 
 
 def _align(dtype: str) -> int:
     return _WIDTH.get(SAFETENSORS_DTYPE.get(dtype, "U8"), 1)
 
 
-def lay_out(items: list[PackItem]) -> PackLayout:
-    """Return the header and the chunk positions of one pack."""
-    table: dict[str, object] = {"__metadata__": {"format": "ckpt"}}
+def lay_out(items: Sequence[PackItem], room: int = 0) -> PackLayout:
+    """Return the header and the chunk positions of one pack.
+
+    ``room``: bytes before the data, if they have been set aside already (:func:`room_for`); else as few as possible.
+    """
     starts, position = [], 0
     for item in items:
+        starts.append(position)
+        position += item.nbytes
+    text = _text(items, starts)
+    text += b" " * (max(-len(text) % 8, room - 8 - len(text)))
+    names = {item.name for item in items}
+    if len(names) != len(items) or len(text) > MAX_HEADER or 0 < room != 8 + len(text):
+        raise MalformedData(f"pack header: {len(items)} chunks need unique names and at most {MAX_HEADER} bytes")
+    header = len(text).to_bytes(8, "little") + text
+    return PackLayout(header, tuple(items), tuple(len(header) + s for s in starts), len(header) + position)
+
+
+def _text(items: Sequence[PackItem], starts: Sequence[int]) -> bytes:
+    table: dict[str, object] = {"__metadata__": {"format": "ckpt"}}
+    for item, start in zip(items, starts, strict=True):
         stored = SAFETENSORS_DTYPE.get(item.dtype)
         table[item.name] = {
             "dtype": stored or "U8",
             "shape": list(item.shape) if stored else [item.nbytes],
-            "data_offsets": [position, position + item.nbytes],
+            "data_offsets": [start, start + item.nbytes],
         }
-        starts.append(position)
-        position += item.nbytes
-    text = json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
-    if len(table) != len(items) + 1 or len(text) > MAX_HEADER:
-        raise MalformedData(f"pack header: {len(items)} chunks need unique names and at most {MAX_HEADER} bytes")
-    header = len(text).to_bytes(8, "little") + text
-    return PackLayout(header, tuple(items), tuple(len(header) + s for s in starts), len(header) + position)
+    return json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode()
 
 
 def parse_header(head: bytes, nbytes: int, where: str) -> dict[str, tuple[str, tuple[int, ...], int, int]]:

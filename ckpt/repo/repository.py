@@ -27,12 +27,12 @@ from ckpt.format.manifest import (
     IndexPart,
     IndexRoot,
     decode_commit,
-    decode_part,
     decode_root,
     encode_commit,
     encode_index,
     specs_of,
 )
+from ckpt.format.parts import decode_part
 from ckpt.layout.spec import TensorSpec
 
 if TYPE_CHECKING:

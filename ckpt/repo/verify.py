@@ -11,11 +11,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ckpt.errors import CkptError, MalformedData, NoSuchCheckpoint, StoreError, is_damage
+from ckpt.format.codec import decode
 from ckpt.format.digest import digest
 from ckpt.format.holders import check_holders
-from ckpt.format.manifest import DERIVED, BlobEntry, ChunkEntry, IndexPart, PackRef
+from ckpt.format.manifest import CODEC, DERIVED, BlobEntry, ChunkEntry, IndexPart, PackRef
 from ckpt.format.pack import MAX_HEADER, parse_header
 from ckpt.layout.box import Box, first_overlap
+from ckpt.repo.ages import attempt_of
 from ckpt.repo.repository import MARKER, Repository, attempt_marker, commit_key, step_prefix
 
 if TYPE_CHECKING:
@@ -27,7 +29,9 @@ if TYPE_CHECKING:
 DAMAGE, GARBAGE = "damage", "garbage"
 SHOWN = 8
 """Chunks named when a whole pack is bad."""
-_PIECE = 4 << 20
+
+Checked = dict[tuple[str, int, int, int, str | None], str]
+"""What was found, once for all steps: (key, start, length, bytes of the chunk, codec) -> digest, or the problem."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +46,7 @@ class Finding:
 
 @dataclass(slots=True)
 class Verification:
-    """What was checked and found. ``bytes_read`` counts chunk data; ``tensors`` the tensors of all checked steps."""
+    """What was checked and found. ``bytes_read``: chunk data as stored; ``tensors``: those of all checked steps."""
 
     findings: list[Finding] = field(default_factory=list)
     steps: list[int] = field(default_factory=list)
@@ -82,7 +86,7 @@ def verify(
     if step is None and not chosen and not repo.started():
         raise NoSuchCheckpoint(f"no checkpoint in {repo.store.url}")
     used: set[str] = {MARKER}
-    checked: dict[tuple[str, int, int], str] = {}
+    checked: Checked = {}
     for one in chosen:
         result.steps.append(one)
         index = _read_index(repo, one, result, used)
@@ -107,7 +111,9 @@ def _read_index(repo: Repository, step: int, result: Verification, used: set[str
         used.add(index.commit.index.key)
         used.add(attempt_marker(step, index.commit.attempt))
         used.update(ref.key for ref in index.root.parts)
-        used.update(pack.key for part in index.parts for pack in part.packs)
+        packs = {pack.key for part in index.parts for pack in part.packs}
+        used.update(packs)
+        used.update(f"{attempt_of(key)}/attempt.json" for key in packs)
         return index
     used.update(info.key for info in repo.store.walk(step_prefix(step)))
     return None
@@ -124,11 +130,11 @@ def _check_step(
     index: Index,
     result: Verification,
     used: set[str],
-    checked: dict[tuple[str, int, int], str],
+    checked: Checked,
     progress: Callable[[int], None],
 ) -> None:
     result.tensors += len(index.specs)
-    problems = [*_coverage(index), *_holders(index)]
+    problems = [*_coverage(index), *_holders(index), *_features(index)]
     result.findings += [Finding(DAMAGE, index.commit.index.key, text, step) for text in problems]
     present: dict[str, str | None] = {}
     for part in index.parts:
@@ -136,15 +142,15 @@ def _check_step(
             if pack.key not in present:
                 present[pack.key] = _check_pack(repo, pack)
         lost: dict[str, list[str]] = {}
-        for what, entry in _entries(part, index.specs):
+        for what, entry, codec in _entries(part, index.specs):
             key = part.packs[entry.pack].key
             result.chunks += 1
             if present[key] is not None:
                 lost.setdefault(key, []).append(what)
                 continue
-            problem = _check_bytes(repo, key, entry, checked)
-            result.bytes_read += entry.nbytes
-            progress(entry.nbytes)
+            problem = _check_bytes(repo, key, entry, codec, checked)
+            result.bytes_read += entry.length
+            progress(entry.length)
             if problem is not None:
                 result.findings.append(Finding(DAMAGE, key, f"{what}: {problem}", step))
         for key, names in lost.items():  # one finding for the file, not one for each of its thousands of chunks
@@ -153,13 +159,16 @@ def _check_step(
             result.findings.append(Finding(DAMAGE, key, f"{present[key]}: lost with it: {held}", step))
 
 
-def _entries(part: IndexPart, specs: tuple[TensorSpec, ...]) -> Iterable[tuple[str, ChunkEntry | BlobEntry]]:
+def _entries(
+    part: IndexPart, specs: tuple[TensorSpec, ...]
+) -> Iterable[tuple[str, ChunkEntry | BlobEntry, str | None]]:
+    """Yield what everything stored is called, its entry, and its codec."""
     for chunk in part.chunks:
         if chunk.pack != DERIVED:
-            yield f"{specs[chunk.spec]} chunk {chunk.box}", chunk
+            yield f"{specs[chunk.spec]} chunk {chunk.box}", chunk, part.codec_of(chunk)
     for entry in part.objects:
         for blob in (entry.document, *(b for t in entry.tensors for b in t.blobs)):
-            yield f"object {entry.name!r}", blob
+            yield f"object {entry.name!r}", blob, None
 
 
 def _check_pack(repo: Repository, pack: PackRef) -> str | None:
@@ -183,21 +192,35 @@ def _check_pack(repo: Repository, pack: PackRef) -> str | None:
 
 
 def _check_bytes(
-    repo: Repository, key: str, entry: ChunkEntry | BlobEntry, checked: dict[tuple[str, int, int], str]
+    repo: Repository, key: str, entry: ChunkEntry | BlobEntry, codec: str | None, checked: Checked
 ) -> str | None:
-    place = (key, entry.start, entry.nbytes)
-    if place not in checked:  # shared by several steps: read once
-        buffer = memoryview(bytearray(entry.nbytes))
-        try:
-            got = repo.store.read_into(key, entry.start, buffer)
-        except StoreError as error:
-            _raise_unless_damage(error)
-            checked[place] = str(error)
-        else:
-            checked[place] = digest(buffer) if got == entry.nbytes else f"{got} bytes"
+    place = (key, entry.start, entry.length, entry.nbytes, codec)
+    if place not in checked:
+        checked[place] = _found(repo, key, entry, codec)
     if checked[place] != entry.digest:
         return f"in pack {key} at {entry.start}: expected {entry.digest}, found {checked[place]}"
     return None
+
+
+def _found(repo: Repository, key: str, entry: ChunkEntry | BlobEntry, codec: str | None) -> str:
+    """Return the digest of what is there, or what is there instead."""
+    buffer = memoryview(bytearray(entry.length))
+    try:
+        got = repo.store.read_into(key, entry.start, buffer)
+        if got != entry.length:
+            return f"{got} bytes"
+        return digest(buffer if codec is None else decode(buffer, codec, entry.nbytes, "encoded"))
+    except (StoreError, MalformedData) as error:
+        _raise_unless_damage(error)
+        return str(error)
+
+
+def _features(index: Index) -> list[str]:
+    """Encoded chunks must be announced: a release that does not know them would take them for the chunks themselves."""
+    encoded = sum(bool(chunk.codec) for part in index.parts for chunk in part.chunks)
+    if encoded and CODEC not in index.commit.features:
+        return [f"{encoded} chunks are encoded, and the commit does not name the feature {CODEC!r}"]
+    return []
 
 
 def _holders(index: Index) -> list[str]:

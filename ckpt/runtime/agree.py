@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -12,6 +13,7 @@ from ckpt.format.digest import raw_digest
 from ckpt.layout.graph import ShardGraph
 from ckpt.plan.save_plan import SavePlan, build_save_plan
 from ckpt.plan.wire import combined, decode_layouts, encode_layout
+from ckpt.runtime.settling import Routes
 
 if TYPE_CHECKING:
     from ckpt.layout.spec import RankLayout
@@ -61,7 +63,7 @@ def exchange_hellos(comm: Comm, make: Any) -> list[Hello]:
     return hellos
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False)
 class JobPlan:
     """A plan and the layout of the whole job (digest over all ranks) that it was made for."""
 
@@ -69,13 +71,31 @@ class JobPlan:
     graph: ShardGraph
     plan: SavePlan
 
+    def routes(self, rank: int) -> Routes:
+        """Return whose digests go where, for one rank; worked out once."""
+        return self._for_rank(rank)[0]
+
+    def held_bytes(self, rank: int) -> int:
+        """Return the bytes of all chunks that a rank holds."""
+        return self._for_rank(rank)[1]
+
+    @cached_property
+    def _of_rank(self) -> dict[int, tuple[Routes, int]]:
+        return {}
+
+    def _for_rank(self, rank: int) -> tuple[Routes, int]:
+        if rank not in self._of_rank:
+            nbytes = sum(self.plan.chunks[i].nbytes for i in self.plan.held(rank))
+            self._of_rank[rank] = Routes.of(self.plan, rank), nbytes
+        return self._of_rank[rank]
+
 
 _cached: JobPlan | None = None
 
 
-def cached_layout() -> bytes:
-    """Return the digest of the job layout that this process has a plan for, or nothing."""
-    return _cached.layout if _cached else b""
+def cached_plan() -> JobPlan | None:
+    """Return the job layout and plan that this process made last."""
+    return _cached
 
 
 def layout_digest(layout: RankLayout) -> bytes:
@@ -83,8 +103,11 @@ def layout_digest(layout: RankLayout) -> bytes:
     return raw_digest(encode_layout(layout))
 
 
-def job_plan(comm: Comm, layout: RankLayout, hellos: list[Hello]) -> JobPlan:
-    """Return the plan for the job's layout: the last one if nothing has changed on any rank, else a new one.
+def job_plan(comm: Comm, layout: RankLayout, hellos: list[Hello], cached: JobPlan | None) -> JobPlan:
+    """Return the plan for the job's layout: ``cached`` if nothing has changed on any rank, else a new one.
+
+    ``cached``: what this rank's hello has told the others of. Not looked up again, because another thread may have
+    planned for another engine since, and a rank that does not find what it has promised would leave the others alone.
 
     Raises:
         LayoutError: the shards do not form a whole; all problems at once, the same on every rank.
@@ -93,8 +116,8 @@ def job_plan(comm: Comm, layout: RankLayout, hellos: list[Hello]) -> JobPlan:
     job = combined([h.layout for h in hellos])
     # The cache counts only if *all* ranks have this plan: a hit decided locally would leave the others alone in the
     # exchange below.
-    if _cached is not None and all(h.cached == job for h in hellos):
-        return _cached
+    if cached is not None and all(h.cached == job for h in hellos):
+        return cached
     layouts = decode_layouts(comm.gather("layout", lambda: encode_layout(layout)))
     graph = ShardGraph.build(layouts)
     graph.check()

@@ -23,7 +23,7 @@ from ckpt.format.digest import from_raw
 from ckpt.layout.spec import BUFFER, PARAM
 from ckpt.runtime.comparing import IN_AUDIT, Answer, Question, ask
 from ckpt.runtime.differing import is_constant
-from ckpt.runtime.pipeline import Digests, Exchanged, digest_chunks
+from ckpt.runtime.digesting import Digests, Exchanged, digest_chunks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import time
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
@@ -23,7 +23,9 @@ from ckpt.runtime.liveness import identity, is_dead
 from ckpt.runtime.timeout import checked_timeout, default_timeout
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Mapping
+
+    from ckpt.runtime.keyvalue import KeyValue
 
 T = TypeVar("T")
 
@@ -38,28 +40,6 @@ TELL_SECONDS = 10.0
 """How long a rank waits for others to call before it says so."""
 LEAVE_SECONDS = 0.5
 """How long rank 0, which may be the host of the store, stays for the others to read why an operation failed."""
-
-
-class KeyValue(Protocol):
-    """The part of ``torch.distributed.Store`` that is used."""
-
-    def set(self, key: str, value: bytes, /) -> object:
-        """Write a value."""
-
-    def get(self, key: str, /) -> bytes:
-        """Return the value; blocks until there is one."""
-
-    def add(self, key: str, amount: int, /) -> int:
-        """Add to a counter, atomically; return the sum."""
-
-    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
-        """Set the key if it is absent (``expected`` empty); return what it holds then. Of several, one succeeds."""
-
-    def check(self, keys: list[str], /) -> bool:
-        """Are all these keys there?"""
-
-    def delete_key(self, key: str, /) -> bool:
-        """Remove a key."""
 
 
 class _Outcome(msgspec.Struct):
@@ -171,10 +151,21 @@ class Comm:
     def gather(self, name: str, work: Callable[[], bytes]) -> list[bytes]:
         """Run ``work`` on every rank and return all ranks' results, in rank order. Errors as in :meth:`run`."""
         payload = self.run(name, work)
-        if self.world == 1:
-            return [payload]
+        return [payload] if self.world == 1 else self._carry(name, lambda: self._exchange(payload))
+
+    def scatter(
+        self, name: str, work: Callable[[], Mapping[int, bytes]], sizes: Callable[[], Mapping[int, int]]
+    ) -> dict[int, bytes]:
+        """Run ``work`` on every rank and bring what it returns, rank -> bytes, to those ranks; return what has come.
+
+        Errors as in :meth:`run`. ``sizes``: asked after ``work``: rank -> bytes that it sends to this one.
+        """
+        payloads = self.run(name, work)
+        return dict(payloads) if self.world == 1 else self._carry(name, lambda: self._deliver(payloads, sizes()))
+
+    def _carry(self, name: str, call: Callable[[], T]) -> T:
         try:
-            return self._exchange(payload)
+            return call()
         except RuntimeError as error:  # the transport's way to say that a peer is gone
             self._broken()
             blind = {self.rank: f"lost a peer ({str(error).splitlines()[0][:200]})"}
@@ -385,3 +376,9 @@ class Comm:
         key = f"{self._key(self._step)}/bulk"
         self._put(f"{key}/{self.rank}", payload)
         return [bytes(self.store.get(f"{key}/{r}")) for r in range(self.world)]
+
+    def _deliver(self, payloads: Mapping[int, bytes], sizes: Mapping[int, int]) -> dict[int, bytes]:
+        key = f"{self._key(self._step)}/to"
+        for rank, payload in payloads.items():
+            self._put(f"{key}/{rank}/{self.rank}", payload)
+        return {peer: bytes(self.store.get(f"{key}/{self.rank}/{peer}")) for peer, nbytes in sizes.items() if nbytes}

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from ckpt.errors import ConfigError
 from ckpt.format.holders import MAX_HOST
 from ckpt.layout.spec import RankLayout, Shard
-from ckpt.runtime.agree import Hello, JobPlan, cached_layout, exchange_hellos, job_plan, layout_digest
+from ckpt.runtime.agree import Hello, JobPlan, cached_plan, exchange_hellos, job_plan, layout_digest
 from ckpt.runtime.guard import check_whole
 
 if TYPE_CHECKING:
@@ -106,6 +106,7 @@ def meet(comm: Comm, call: str, adapter_of: Callable[[], Adapter], options: tupl
         LayoutError: the shards do not form a whole.
     """
     kept: list[tuple[RankLayout, State]] = []
+    cached = cached_plan()
 
     def describe() -> Hello:
         adapter = adapter_of()
@@ -120,13 +121,13 @@ def meet(comm: Comm, call: str, adapter_of: Callable[[], Adapter], options: tupl
             options=options,
             engine=adapter.kind,
             layout=layout_digest(layout),
-            cached=cached_layout(),
+            cached=cached.layout if cached else b"",
             host=host_name(),
         )
 
     hellos = exchange_hellos(comm, describe)
     layout, state = kept[0]
-    return Met(job_plan(comm, layout, hellos), tuple(h.host for h in hellos), state)
+    return Met(job_plan(comm, layout, hellos, cached), tuple(h.host for h in hellos), state)
 
 
 def host_name() -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from ckpt.format.digest import digest
 from ckpt.format.manifest import MAX_CHUNK, BlobEntry, ObjectEntry, ObjectTensor
 from ckpt.plan.local_plan import CHUNK_BYTES
 from ckpt.runtime.objects import encode_object
-from ckpt.runtime.pipeline import Output
+from ckpt.runtime.packing import Output
 from ckpt.runtime.rng import capture_rng
 from ckpt.runtime.staging import tensor_bytes
 
@@ -92,7 +92,7 @@ def _item(name: str, kind: str, tree: Any, path: str) -> Item:
     return Item(name, kind, document, tuple(tensors), digest("".join(parts).encode()))
 
 
-def owned_items(items: list[Item], everyone: list[dict[str, str]], rank: int) -> list[tuple[Item, tuple[int, ...]]]:
+def owned_items(items: Sequence[Item], everyone: list[dict[str, str]], rank: int) -> list[tuple[Item, tuple[int, ...]]]:
     """Return the objects that ``rank`` writes, with all ranks that have exactly the same.
 
     ``everyone``: for each rank, object name -> identity. Equal objects are written once, in turn by their holders.
@@ -120,7 +120,7 @@ def item_outputs(item: Item, rank: int) -> list[Output]:
 
 
 def _blob(name: str, data: memoryview) -> Output:
-    return Output(name, "uint8", (len(data),), len(data), digest(data), lambda: data, state=False)
+    return Output(name, "uint8", (len(data),), len(data), digest(data), lambda: data)
 
 
 def item_entry(item: Item, ranks: tuple[int, ...], outputs: list[Output], places: list[tuple[int, int]]) -> ObjectEntry:

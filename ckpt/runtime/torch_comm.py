@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import weakref
 from datetime import timedelta
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
 from ckpt.errors import RankFailure
-from ckpt.runtime.comm import Comm, KeyValue
+from ckpt.runtime.comm import Comm
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
+
+    from ckpt.runtime.keyvalue import KeyValue
 
 T = TypeVar("T")
 
@@ -25,27 +28,27 @@ class GuardedStore:
         self._store = store
 
     def set(self, key: str, value: bytes, /) -> object:
-        """See :class:`~ckpt.runtime.comm.KeyValue`."""
+        """See :class:`~ckpt.runtime.keyvalue.KeyValue`."""
         return _mapped(lambda: self._store.set(key, value))
 
     def get(self, key: str, /) -> bytes:
-        """See :class:`~ckpt.runtime.comm.KeyValue`."""
+        """See :class:`~ckpt.runtime.keyvalue.KeyValue`."""
         return _mapped(lambda: self._store.get(key))
 
     def add(self, key: str, amount: int, /) -> int:
-        """See :class:`~ckpt.runtime.comm.KeyValue`."""
+        """See :class:`~ckpt.runtime.keyvalue.KeyValue`."""
         return _mapped(lambda: self._store.add(key, amount))
 
     def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
-        """See :class:`~ckpt.runtime.comm.KeyValue`."""
+        """See :class:`~ckpt.runtime.keyvalue.KeyValue`."""
         return _mapped(lambda: self._store.compare_set(key, expected, desired))
 
     def check(self, keys: list[str], /) -> bool:
-        """See :class:`~ckpt.runtime.comm.KeyValue`."""
+        """See :class:`~ckpt.runtime.keyvalue.KeyValue`."""
         return _mapped(lambda: self._store.check(keys))
 
     def delete_key(self, key: str, /) -> bool:
-        """See :class:`~ckpt.runtime.comm.KeyValue`."""
+        """See :class:`~ckpt.runtime.keyvalue.KeyValue`."""
         return _mapped(lambda: self._store.delete_key(key))
 
 
@@ -66,32 +69,43 @@ class TorchComm(Comm):
     an active exception") after all has gone well.
     """
 
-    def __init__(self, generation: int) -> None:
+    def __init__(self, generation: int, name: str = "ckpt", *, makes_groups: bool = True) -> None:
         store = dist.distributed_c10d._get_default_store()
         # torch's stub says that a store holds str; it takes and returns bytes.
-        kv = cast("KeyValue", dist.distributed_c10d.PrefixStore(f"ckpt/{generation}", store))
+        kv = cast("KeyValue", dist.distributed_c10d.PrefixStore(f"{name}/{generation}", store))
         super().__init__(GuardedStore(kv), dist.get_rank(), dist.get_world_size())
         self._group_ref: weakref.ref[dist.ProcessGroup] | None = None
+        self._makes_groups = makes_groups
+        self._grouped = False
 
     @property
     def _group(self) -> dist.ProcessGroup | None:
         return self._group_ref() if self._group_ref is not None else None
+
+    def make_group(self) -> None:
+        """Make the group. A collective of the default group, so only for the thread that trains."""
+        limit = timedelta(seconds=max(self.timeout, 10.0))
+        group = dist.new_group(backend="gloo", timeout=limit)  # type: ignore[no-untyped-call,unused-ignore]
+        self._group_ref = weakref.ref(group)
 
     def _prepare_entry(self, key: str) -> None:
         if self._group is None:
             self.store.add(f"{key}/groupless", 1)
 
     def _entered(self, key: str) -> None:
-        # A collective decision: if one rank has lost its group, all make a new one together.
-        if self.store.add(f"{key}/groupless", 0):
-            limit = timedelta(seconds=max(self.timeout, 10.0))
-            group = dist.new_group(backend="gloo", timeout=limit)  # type: ignore[no-untyped-call,unused-ignore]
-            self._group_ref = weakref.ref(group)
+        # A collective decision: if one rank has lost its group, all make a new one together; or, in the background,
+        # where making one could cross a collective of the training, all do without.
+        groupless = bool(self.store.add(f"{key}/groupless", 0))
+        if groupless and self._makes_groups:
+            self.make_group()
+        self._grouped = self._makes_groups or not groupless
 
     def _broken(self) -> None:
         self._group_ref = None
 
     def _exchange(self, payload: bytes) -> list[bytes]:
+        if not self._grouped:
+            return super()._exchange(payload)
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world)]
         dist.all_gather(sizes, torch.tensor([len(payload)], dtype=torch.int64), group=self._group)
         longest = max(1, *(int(s) for s in sizes))
@@ -101,15 +115,29 @@ class TorchComm(Comm):
         dist.all_gather(rows, mine, group=self._group)
         return [row[: int(n)].numpy().tobytes() for row, n in zip(rows, sizes, strict=True)]
 
+    def _deliver(self, payloads: Mapping[int, bytes], sizes: Mapping[int, int]) -> dict[int, bytes]:
+        """One collective with a part for each pair of ranks; most pairs have none."""
+        if not self._grouped:
+            return super()._deliver(payloads, sizes)
+        outgoing = [payloads.get(r, b"") for r in range(self.world)]
+        incoming = [sizes.get(r, 0) for r in range(self.world)]
+        flat = bytearray(b"".join(outgoing)) or bytearray(1)
+        sent = torch.frombuffer(flat, dtype=torch.uint8)[: sum(map(len, outgoing))]
+        got = torch.empty(sum(incoming), dtype=torch.uint8)
+        dist.all_to_all_single(got, sent, incoming, list(map(len, outgoing)), group=self._group)
+        data, ends = got.numpy().tobytes(), list(accumulate(incoming))
+        return {r: data[end - n : end] for r, (n, end) in enumerate(zip(incoming, ends, strict=True)) if n}
 
-_current: tuple[weakref.ref[Any], Comm] | None = None
+
+_current: tuple[weakref.ref[Any], TorchComm] | None = None
+_behind: tuple[weakref.ref[Any], TorchComm] | None = None
 _generation = 0
 """How many default groups ckpt has met in this process. A job that destroys its group and makes another may get the
 same store again, with the keys of the first."""
 
 
 def communicator() -> Comm:
-    """Return the one communicator of this process: torch's default group, or a single rank without one."""
+    """Return the communicator of the thread that trains: torch's default group, or a single rank without one."""
     global _current, _generation
     if not (dist.is_available() and dist.is_initialized()):
         return Comm(None, 0, 1)
@@ -120,8 +148,31 @@ def communicator() -> Comm:
     return _current[1]
 
 
+def background_communicator(timeout: float | None) -> Comm:
+    """Return the communicator of the thread that saves behind the training: keys and a group of its own.
+
+    To be called by the thread that trains. The first call of a job is a collective, which makes the group.
+
+    Raises:
+        RankFailure: not all ranks have called within ``timeout`` seconds (only the first time).
+    """
+    global _behind
+    front = communicator()
+    if not isinstance(front, TorchComm):
+        return Comm(None, 0, 1)
+    world = dist.group.WORLD
+    if _behind is None or _behind[0]() is not world:
+        comm = TorchComm(_generation, "ckpt-async", makes_groups=False)
+        with front.joint("async_save", timeout):
+            comm.make_group()
+        _behind = (weakref.ref(world, _forget), comm)
+    return _behind[1]
+
+
 def _forget(world: weakref.ref[Any]) -> None:
     """Let go of the store of a default group that is gone."""
-    global _current
+    global _current, _behind
     if _current is not None and _current[0] is world:
         _current = None
+    if _behind is not None and _behind[0] is world:
+        _behind = None

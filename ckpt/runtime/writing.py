@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from ckpt.errors import CkptError
+from ckpt.format.codec import decode
 from ckpt.format.digest import digest, from_raw
 from ckpt.format.manifest import (
     DERIVED,
@@ -21,15 +22,16 @@ from ckpt.format.manifest import (
     PackRef,
 )
 from ckpt.repo.repository import Repository, attempt_prefix, step_prefix
-from ckpt.runtime.extras import Item, item_entry, item_outputs
-from ckpt.runtime.pipeline import Output, Settled, Written, write_outputs
+from ckpt.runtime.extras import Item, item_entry
+from ckpt.runtime.packing import Identity, Output, Packer, Place
 from ckpt.store.base import Store
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
     from ckpt.plan.save_plan import SavePlan
     from ckpt.runtime.comparing import Answer
+    from ckpt.runtime.settling import Settled
 
 log = logging.getLogger("ckpt")
 
@@ -46,6 +48,12 @@ class Done(msgspec.Struct, kw_only=True):
     underived: int = 0
     """bytes of params that are not cast(master)"""
     underived_shown: list[str] = []
+    codecs: dict[str, tuple[list[str], int, int]] = {}
+    """role -> codecs used (an empty name: raw), bytes of the chunks newly written, bytes that they take in packs"""
+    reasons: dict[str, str] = {}
+    """role -> why this rank chose its codec"""
+    encoded: bool = False
+    """does this rank's part of the index refer to encoded chunks?"""
     assumed: list[str] = []
     """a few of the diverging tensors that count as whole here though no framework says so"""
 
@@ -72,52 +80,47 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """What one rank owns of a checkpoint. ``entries`` lack only their place; those not ``DERIVED`` are ``outputs``, in
-    the same order. ``objects``: with the ranks that have exactly the same.
+    """What one rank owns of a checkpoint, all of it stored. ``entries`` lack only their place; those not ``DERIVED``
+    are at ``places``, in the same order. ``objects``: with the ranks that have exactly the same, and their places.
     """
 
     outputs: list[Output]
+    places: list[Place]
     entries: list[ChunkEntry]
-    objects: list[tuple[Item, tuple[int, ...]]]
+    objects: list[tuple[Item, tuple[int, ...], list[Output], list[Place]]]
 
 
-def write_own(attempt: Attempt, rank: int, layout: str, content: Content, beat: Callable[[], None]) -> Done:
-    """Write a rank's packs and its index part, durably.
-
-    Args:
-        attempt: where to write.
-        rank: this rank; names its files.
-        layout: digest of the job's layout; tells which parts of the parent's index can hold the same chunks.
-        content: what to write.
-        beat: called after every chunk.
-    """
-    groups = [item_outputs(item, rank) for item, _ in content.objects]
-    everything = content.outputs + [output for group in groups for output in group]
-
-    def pack_key(number: int) -> str:
-        return attempt.key(f"packs/rank{rank:05d}-{number:03d}.safetensors")
-
-    parent = Parent(attempt, rank, layout)
-    written = write_outputs(attempt.store, everything, parent.place_of, pack_key, beat)
-    remember(attempt.store, everything, written)
-    places = iter(written.places)
+def write_part(attempt: Attempt, rank: int, packer: Packer, content: Content) -> Done:
+    """Make a rank's packs durable and write its part of the index."""
+    made = packer.finish()
+    packs = [*made, *packer.earlier()]
+    number = {ref.key: n for n, ref in enumerate(packs)}
+    codecs = sorted({place.codec for place in content.places} - {""})
+    places = iter(content.places)
     chunks = []
     for entry in content.entries:
-        pack, start = (DERIVED, 0) if entry.pack == DERIVED else next(places)
-        chunks.append(msgspec.structs.replace(entry, pack=pack, start=start))
+        if entry.pack == DERIVED:
+            chunks.append(msgspec.structs.replace(entry, pack=DERIVED, start=0))
+            continue
+        at = next(places)
+        how = (codecs.index(at.codec) + 1, at.stored) if at.codec else (0, 0)
+        chunks.append(msgspec.structs.replace(entry, pack=number[at.pack], start=at.start, codec=how[0], stored=how[1]))
     objects = tuple(
-        item_entry(item, ranks, group, [next(places) for _ in group])
-        for (item, ranks), group in zip(content.objects, groups, strict=True)
+        item_entry(item, ranks, outputs, [(number[at.pack], at.start) for at in found])
+        for item, ranks, outputs, found in content.objects
     )
-    part = IndexPart(rank=rank, packs=tuple(written.packs), chunks=tuple(chunks), objects=objects)
+    part = IndexPart(rank=rank, packs=tuple(packs), chunks=tuple(chunks), objects=objects, codecs=tuple(codecs))
     ref = Repository(attempt.store).write_index(attempt.key(f"index/part-{rank:05d}.json.zst"), part)
+    remember(attempt.store, content)
     return Done(
         part=ref,
-        packs=written.packs[: written.new_packs],
-        written=written.new_bytes,
-        reused=written.reused_bytes,
+        packs=made,
+        written=packer.written,
+        reused=packer.reused_bytes,
         derived=sum(e.nbytes for e in content.entries if e.pack == DERIVED),
-        stored=written.file_bytes + ref.nbytes,
+        stored=packer.file_bytes + ref.nbytes,
+        codecs={role: (sorted(one.codecs), one.raw, one.stored) for role, one in packer.totals.items()},
+        encoded=bool(codecs),
     )
 
 
@@ -130,7 +133,7 @@ class Parent:
 
     def __init__(self, attempt: Attempt, rank: int, layout: str) -> None:
         self.store = attempt.store
-        self._places: dict[tuple[str, int], tuple[PackRef, int]] = {}
+        self._places: dict[Identity, tuple[PackRef, Place]] = {}
         if attempt.parent is None:
             return
         try:
@@ -154,32 +157,41 @@ class Parent:
                 pack = part.packs[entry.pack]
                 if pack not in there:
                     there[pack] = self.store.size(pack.key) == pack.nbytes
-                if there[pack]:
-                    self._places[entry.digest, entry.nbytes] = (pack, entry.start)
+                if not there[pack]:
+                    continue
+                codec = (part.codec_of(entry) or "") if isinstance(entry, ChunkEntry) else ""
+                identity = entry.digest, entry.nbytes, isinstance(entry, ChunkEntry)
+                self._places[identity] = (pack, Place(pack.key, entry.start, entry.length, codec))
 
-    def place_of(self, digest_: str, nbytes: int) -> tuple[PackRef, int] | None:
+    def place_of(self, identity: Identity) -> tuple[PackRef, Place] | None:
         """Return where these bytes are, or None.
 
         Bytes that this process did not write are read once and checked: a step that refers to rotten bytes would be
         committed as good.
         """
-        found = self._places.get((digest_, nbytes))
-        if found is None or (found[0].key, found[1], digest_) in _proved.get(self.store.url, ()):
+        found = self._places.get(identity)
+        if found is None:
+            return None
+        at = found[1]
+        if (at.pack, at.start, identity[0]) in _proved.get(self.store.url, ()):
             return found
-        buffer = memoryview(bytearray(nbytes))
+        buffer = memoryview(bytearray(at.stored))
         try:
-            sound = self.store.read_into(found[0].key, found[1], buffer) == nbytes and digest(buffer) == digest_
+            whole = self.store.read_into(at.pack, at.start, buffer) == at.stored
+            data = decode(buffer, at.codec, identity[1], at.pack) if at.codec else buffer
+            sound = whole and digest(data) == identity[0]
         except CkptError:
             sound = False
         if not sound:
-            log.warning("pack %s is damaged at %d: these bytes are written again", found[0].key, found[1])
+            log.warning("pack %s is damaged at %d: these bytes are written again", at.pack, at.start)
         return found if sound else None
 
 
-def remember(store: Store, outputs: list[Output], written: Written) -> None:
+def remember(store: Store, content: Content) -> None:
     """Note what this save wrote or checked, in place of what the last one did."""
-    places = zip(outputs, written.places, strict=True)
-    _proved[store.url] = {(written.packs[pack].key, start, o.digest) for o, (pack, start) in places}
+    stored = [*zip(content.outputs, content.places, strict=True)]
+    stored += [pair for _, _, outputs, places in content.objects for pair in zip(outputs, places, strict=True)]
+    _proved[store.url] = {(at.pack, at.start, output.digest) for output, at in stored}
 
 
 def divergences_of(plan: SavePlan, settled: Settled, answers: Mapping[int, Answer]) -> list[Divergence]:

@@ -7,7 +7,7 @@ Keys are relative, ``/``-separated, without empty, ``.`` or ``..`` parts. Every 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from ckpt.errors import ConfigError
@@ -47,10 +47,13 @@ def check_head(head: Buffer, expected: int, key: str) -> Buffer:
 
 @dataclass(frozen=True, slots=True)
 class ObjectInfo:
-    """What a listing says of an object."""
+    """What a listing says of an object. ``modified``: when it was last changed, in seconds since the epoch; None if the
+    store does not tell.
+    """
 
     key: str
     nbytes: int
+    modified: float | None = field(default=None, compare=False)
 
 
 @runtime_checkable
@@ -130,3 +133,35 @@ class Store(Protocol):
 
     def delete(self, key: str) -> None:
         """Remove an object; no error if it is gone already."""
+
+
+@runtime_checkable
+class HasFolders(Protocol):
+    """A store in which folders are things of their own, and stay when the last object in one is deleted."""
+
+    def remove_folder(self, prefix: str) -> None:
+        """Remove a folder if it is empty; no error if it is not, or is gone already."""
+
+
+@dataclass(frozen=True, slots=True)
+class Orphan:
+    """An upload that was begun and neither finished nor aborted: invisible as an object, and paid for.
+
+    ``age_s``: seconds since it was begun, by the store's clock. ``nbytes``: bytes that it holds.
+    """
+
+    key: str
+    upload_id: str
+    age_s: float
+    nbytes: int
+
+
+@runtime_checkable
+class HasOrphans(Protocol):
+    """A store in which a writer that dies leaves something that :meth:`Store.walk` does not show."""
+
+    def orphans(self, prefix: str = "", older_than_s: float = 0.0) -> list[Orphan]:
+        """Return the uploads below ``prefix`` that are at least so old; running ones look the same."""
+
+    def abort(self, orphan: Orphan) -> None:
+        """Remove what an upload holds; no error if it is gone already. A writer that still runs will fail."""

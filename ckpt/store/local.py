@@ -89,7 +89,7 @@ class LocalStore:
     def _folder(self, prefix: str) -> str:
         return self._path(prefix) if prefix else self.root
 
-    def _make_parent(self, path: str) -> str:
+    def _make_parent(self, path: str, *, again: bool = True) -> str:
         """Make the directory of ``path`` and sync every directory entry that this adds."""
         parent = os.path.dirname(path)
         made = []
@@ -103,6 +103,10 @@ class LocalStore:
             except FileExistsError:  # another rank was quicker; on some shared file systems it is not visible yet
                 if os.path.lexists(directory) and not os.path.isdir(directory):
                     raise
+            except FileNotFoundError:  # somebody has just removed the folder above, because it was empty
+                if not again:
+                    raise
+                return self._make_parent(path, again=False)
             # Also when another rank made it: its sync may not have happened yet, and ours must not depend on it.
             _sync_dir(os.path.dirname(directory))
         return parent
@@ -215,7 +219,9 @@ class LocalStore:
                     path = os.path.join(folder, name)
                     with suppress(FileNotFoundError):  # removed between listing and stat
                         key = os.path.relpath(path, self.root).replace(os.sep, "/")
-                        yield ObjectInfo(key, os.lstat(path).st_size)
+                        found = os.lstat(path)
+                        # A copy may keep the old mtime; that it was made now is only in the ctime.
+                        yield ObjectInfo(key, found.st_size, max(found.st_mtime, found.st_ctime))
 
     def children(self, prefix: str) -> list[str]:
         """See :class:`~ckpt.store.base.Store`."""
@@ -229,6 +235,15 @@ class LocalStore:
         """See :class:`~ckpt.store.base.Store`."""
         with _mapped(key, self.url, "delete"), suppress(FileNotFoundError):
             os.unlink(self._path(key))
+
+    def remove_folder(self, prefix: str) -> None:
+        """See :class:`~ckpt.store.base.HasFolders`."""
+        with _mapped(prefix, self.url, "remove"):
+            try:
+                os.rmdir(self._path(prefix))
+            except OSError as error:
+                if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ENOTEMPTY, errno.EEXIST):
+                    raise
 
 
 def _raise_unless_gone(error: OSError) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import TYPE_CHECKING
 
 from ckpt.errors import ObjectExists, ObjectNotFound
@@ -19,15 +20,15 @@ class MemoryStore:
     def __init__(self) -> None:
         self.url = "memory"
         self.objects: dict[str, bytes] = {}
+        self._lock = threading.Lock()
 
     def put(self, key: str, data: Buffer, *, overwrite: bool = False) -> None:
         """See :class:`~ckpt.store.base.Store`."""
         value = bytes(data)
-        # setdefault is atomic under the GIL: of two racing creates exactly one finds its own value.
-        if overwrite:
-            self.objects[check_key(key)] = value
-        elif self.objects.setdefault(check_key(key), value) is not value:
-            raise ObjectExists(f"{key!r} exists already in {self.url}", key)
+        with self._lock:
+            if check_key(key) in self.objects and not overwrite:
+                raise ObjectExists(f"{key!r} exists already in {self.url}", key)
+            self.objects[key] = value
 
     def writer(self, key: str, *, head: int = 0, size: int = 0, blocks: Blocks | None = None) -> MemoryWriter:
         """See :class:`~ckpt.store.base.Store`."""

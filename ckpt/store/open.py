@@ -17,10 +17,14 @@ _HALF_URL = re.compile(r"file:(?!//)|[a-z][a-z0-9+.-]*:/(?!/)", re.IGNORECASE)
 
 
 def open_store(root: Root) -> Store:
-    """Return the store for a path, a ``file://`` URL, or a store object (returned as it is).
+    """Return the store for a path, a URL, or a store object (returned as it is).
+
+    ``file://`` and ``local://`` are paths, ``s3://`` is S3 by boto3, any other protocol is fsspec's.
 
     Raises:
-        ConfigError: no path (an empty one, a number, bytes), or a URL that this release has no store for.
+        ConfigError: no path (an empty one, a number, bytes), or a URL that there is no store for, or none that is
+            installed.
+        StoreError: a connection that has to be made first (``sftp://``, ``hdfs://``) failed.
     """
     if isinstance(root, Store):
         return root
@@ -37,8 +41,14 @@ def open_store(root: Root) -> Store:
     scheme, separator, rest = text.partition("://")
     if not separator:
         return _local(os.path.expanduser(text), text)
-    if scheme.lower() != "file":
-        raise ConfigError(f"root {text!r}: no store for {scheme!r} in this release, expected a path or file:// URL")
+    if scheme.lower() == "s3":
+        from ckpt.store.s3 import S3Store  # boto3 takes a good part of a second to import
+
+        return S3Store.from_url(text)
+    if scheme.lower() not in ("file", "local"):
+        from ckpt.store.fsspec_store import FsspecStore  # the same, for whoever has a path
+
+        return FsspecStore(text)
     host, slash, path = rest.partition("/")
     if host.lower() not in ("", "localhost"):
         raise ConfigError(f"root {text!r}: a file URL has three slashes (file:///path)")

@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 import threading
+import tracemalloc
 
 import pytest
 
 from ckpt.errors import ConfigError, ObjectExists, ObjectNotFound
 from ckpt.store.base import ObjectInfo, ObjectWriter, Store
+from ckpt.store.blocks import BLOCK_BYTES, Blocks
+
+MIB = 1 << 20
+PIECE = bytes(range(251)) * 4001
+"""A written piece (about 1 MB) of a length that divides no block, part or page."""
+
+
+def body_of(nbytes: int) -> bytes:
+    """Bytes that differ from block to block, so that one in another's place is found."""
+    return b"".join(bytes([n % 256]) * 1000 + PIECE for n in range(nbytes // len(PIECE) + 1))[:nbytes]
 
 
 class StoreSuite:
     """``make``: a store on an empty place; ``again``: another client of the same place; ``raw``: bytes under a key,
-    read without the store (None: nothing there).
+    read without the store (None: nothing there). ``keeps_in_memory``: the store itself is this process's memory.
     """
+
+    keeps_in_memory = False
 
     def make(self) -> Store:
         raise NotImplementedError
@@ -50,6 +63,16 @@ class StoreSuite:
         assert not caught.value.transient
         assert self.raw(store, "k") == b"first"
         assert [info.key for info in store.walk("")] == ["k"], "and leaves nothing else behind"
+
+    @pytest.mark.parametrize("data", [b"", b"x", b"equal bytes"])
+    def test_put_of_an_existing_key_is_refused_also_with_equal_bytes(self, store, data):
+        store.put("k", data)
+        for again in (data, bytes(bytearray(data))):
+            with pytest.raises(ObjectExists, match="'k'"):
+                store.put("k", again)
+            with pytest.raises(ObjectExists, match="'k'"):
+                self.again(store).put("k", again)
+        assert self.raw(store, "k") == data
 
     def test_put_with_overwrite_replaces(self, store):
         store.put("k", b"a longer first value")
@@ -182,3 +205,132 @@ class StoreSuite:
         store.put("k", data)
         data[:] = b"after!"
         assert store.get("k") == b"before"
+
+    # ------------------------------------------------------------------------- a head that comes last, shared memory
+
+    @pytest.mark.parametrize("nbytes", [0, 1, 100_001], ids=lambda n: f"body {n}")
+    @pytest.mark.parametrize("head", [b"", b"h", bytes(range(256)) * 40], ids=lambda h: f"head {len(h)}")
+    @pytest.mark.parametrize("kind", [bytes, bytearray, memoryview])
+    def test_a_head_that_is_brought_last_comes_first(self, store, head, nbytes, kind):
+        body = body_of(nbytes)
+        with store.writer("p/x", head=len(head), size=len(head) + nbytes) as out:
+            out.write(body[:37])
+            out.write(body[37:])
+            out.finish(kind(head))
+        assert self.raw(store, "p/x") == head + body
+        assert store.get("p/x", max(0, len(head) - 1), 3) == (head + body)[max(0, len(head) - 1) :][:3]
+        assert store.size("p/x") == len(head) + nbytes
+        assert list(store.walk("")) == [ObjectInfo("p/x", len(head) + nbytes)], "and leaves nothing else behind"
+
+    @pytest.mark.parametrize(("expected", "given"), [(0, 1), (8, 0), (8, 7), (8, 9), (9000, 8000)])
+    @pytest.mark.parametrize("nbytes", [5, 2 * BLOCK_BYTES + 5], ids=["small", "large"])
+    def test_a_head_of_another_length_is_refused_and_nothing_is_published(self, store, expected, given, nbytes):
+        blocks = Blocks(4 * BLOCK_BYTES)
+
+        def write() -> None:
+            with store.writer("p/x", head=expected, blocks=blocks) as out:
+                out.write(bytes(nbytes))
+                out.finish(b"h" * given)
+
+        with pytest.raises(ConfigError, match=rf"head of {given} bytes for 'p/x', expected {expected}"):
+            write()
+        assert self.raw(store, "p/x") is None
+        assert store.size("p/x") is None
+        assert list(store.walk("")) == []
+        assert blocks.in_use == 0
+
+    @pytest.mark.parametrize("head", [0, 4096 + 13, BLOCK_BYTES + 1], ids=["no head", "head", "head over a block"])
+    @pytest.mark.parametrize("size", [0, 1, -1, 64 * MIB], ids=["unknown", "too small", "right", "too large"])
+    def test_a_body_of_many_blocks_whatever_size_was_expected(self, store, head, size):
+        first, body = b"h" * head, body_of(5 * BLOCK_BYTES + 777)
+        blocks = Blocks(4 * BLOCK_BYTES)
+        hint = len(first) + len(body) if size == -1 else size
+        with store.writer("p/x", head=head, size=hint, blocks=blocks) as out:
+            for start in range(0, len(body), len(PIECE)):
+                out.write(memoryview(body)[start : start + len(PIECE)])
+            out.finish(first)
+        stored = self.raw(store, "p/x")
+        assert stored is not None
+        assert len(stored) == len(first) + len(body)
+        assert stored == first + body
+        assert blocks.in_use == 0, "every block is given back"
+
+    @pytest.mark.parametrize("nbytes", [100, 64 * MIB], ids=["a little too large", "far too large"])
+    def test_a_small_object_that_was_expected_to_be_larger(self, store, nbytes):
+        with store.writer("p/x", head=2, size=nbytes) as out:
+            out.write(b"body")
+            out.finish(b"hd")
+        assert self.raw(store, "p/x") == b"hdbody"
+        assert store.size("p/x") == 6
+
+    def test_what_was_written_is_not_the_memory_of_the_caller(self, store):
+        buffer, expected = bytearray(len(PIECE)), b""
+        with store.writer("p/x", head=3) as out:
+            for n in range(9):
+                buffer[:] = bytes([n]) * len(buffer)
+                out.write(buffer)
+                expected += buffer
+            buffer[:] = b"\xff" * len(buffer)
+            out.finish(b"abc")
+        assert self.raw(store, "p/x") == b"abc" + expected
+
+    def test_writers_share_few_blocks_without_waiting_for_each_other_for_ever(self, store):
+        blocks = Blocks(4 * BLOCK_BYTES)
+        bodies = {f"p/{n}": body_of(2 * BLOCK_BYTES + 12345 * n) for n in range(4)}
+        errors: list[BaseException] = []
+
+        def one(key: str) -> None:
+            try:
+                with self.again(store).writer(key, head=5, blocks=blocks) as out:
+                    for start in range(0, len(bodies[key]), len(PIECE)):
+                        out.write(bodies[key][start : start + len(PIECE)])
+                    out.finish(b"12345")
+            except BaseException as error:  # an assertion in a thread is not seen
+                errors.append(error)
+
+        threads = [threading.Thread(target=one, args=(key,), daemon=True) for key in bodies]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(120)
+        assert not any(thread.is_alive() for thread in threads), f"writers wait for ever, {blocks.in_use} bytes in use"
+        assert errors == []
+        assert blocks.in_use == 0
+        for key, body in bodies.items():
+            assert self.raw(store, key) == b"12345" + body
+
+    @pytest.mark.parametrize("head", [0, 100])
+    def test_an_aborted_writer_gives_its_blocks_back(self, store, head):
+        blocks = Blocks(4 * BLOCK_BYTES)
+
+        def write() -> None:
+            with store.writer("p/x", head=head, blocks=blocks) as out:
+                for _ in range(3):
+                    out.write(bytes(BLOCK_BYTES - 1))
+                raise RuntimeError("the device is gone")
+
+        with pytest.raises(RuntimeError, match="the device is gone"):
+            write()
+        assert blocks.in_use == 0
+        assert list(store.walk("")) == []
+
+    @pytest.mark.parametrize("head", [0, 100])
+    def test_a_writer_holds_no_memory_but_its_blocks(self, store, head):
+        if self.keeps_in_memory:
+            pytest.skip("the store is memory")
+        blocks, piece = Blocks(4 * BLOCK_BYTES), bytes(MIB)
+        with self.again(store).writer("warm", head=head, blocks=blocks) as out:  # imports, clients, thread pools
+            out.write(piece)
+            out.finish(bytes(head))
+        tracemalloc.start()
+        try:
+            with store.writer("p/x", head=head, blocks=blocks) as out:
+                for _ in range(40):
+                    out.write(piece)
+                out.finish(bytes(head))
+            _, peak = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        # Blocks are mapped memory, which is not traced; a stored body of 40 MiB in Python's own memory would be.
+        assert peak < 8 * MIB, f"{peak} bytes beside the blocks"
+        assert store.size("p/x") == 40 * MIB + head

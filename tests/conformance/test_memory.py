@@ -7,6 +7,8 @@ from tests.conformance.store_suite import StoreSuite
 
 
 class TestMemory(StoreSuite):
+    keeps_in_memory = True
+
     def make(self):
         return MemoryStore()
 

@@ -16,7 +16,7 @@ from unittest import mock
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-CHANGING = ("write", "fsync", "link", "rename", "replace", "mkdir", "unlink", "open", "close")
+CHANGING = ("write", "fsync", "link", "rename", "replace", "mkdir", "unlink", "rmdir", "open", "close")
 
 
 class Crash(BaseException):

@@ -252,6 +252,7 @@ def thread_communicators(clock: Callable[[], float] = time.monotonic) -> Iterato
     """Let ``ckpt.save`` and ``ckpt.load`` find the communicator of the thread that calls them."""
     with ExitStack() as stack:
         stack.enter_context(mock.patch("ckpt.saving.communicator", _current))
+        stack.enter_context(mock.patch("ckpt.saving.background_communicator", lambda timeout: _current()))
         stack.enter_context(mock.patch("ckpt.loading.communicator", _current))
         stack.enter_context(mock.patch("ckpt.auditing.communicator", _current))
         stack.enter_context(mock.patch("ckpt.analyzing.communicator", _current))

@@ -24,13 +24,13 @@ from ckpt.format.manifest import (
     ObjectTensor,
     PackRef,
     decode_commit,
-    decode_part,
     decode_root,
     encode_commit,
     encode_index,
     plain,
     specs_of,
 )
+from ckpt.format.parts import decode_part
 
 D = digest(b"x")
 INDEX = FileRef(key="steps/3/a-1/index/root.json.zst", digest=D, nbytes=10)

@@ -1,14 +1,17 @@
 from __future__ import annotations
 
 import json
+from math import prod
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import load
 
 from ckpt.errors import MalformedData
 from ckpt.format import pack as module
-from ckpt.format.pack import SAFETENSORS_DTYPE, PackItem, lay_out, parse_header, plan_packs
+from ckpt.format.pack import SAFETENSORS_DTYPE, PackItem, lay_out, parse_header, plan_packs, room_for
 from ckpt.layout.spec import ITEMSIZE
 from ckpt.runtime.staging import tensor_bytes
 from tests.property.fake import numbered
@@ -17,7 +20,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimen
 
 
 def build(items: list[tuple[PackItem, bytes]]) -> bytes:
-    ((keys, layout),) = plan_packs([(k, item) for k, (item, _) in enumerate(items)])
+    (keys,) = plan_packs([one for one, _ in items])
+    layout = lay_out([items[k][0] for k in keys])
     data = layout.header + b"".join(items[k][1] for k in keys)
     assert len(data) == layout.nbytes
     for k, start in zip(keys, layout.starts, strict=True):
@@ -47,7 +51,8 @@ def test_the_reference_library_reads_every_dtype_that_it_knows():
 
 def test_every_chunk_is_aligned_to_its_item_in_the_file():
     items = [item(f"{k}{dtype}", dtype, (k + 1,)) for k in range(3) for dtype in ITEMSIZE]
-    ((keys, layout),) = plan_packs([(k, one) for k, (one, _) in enumerate(items)])
+    (keys,) = plan_packs([one for one, _ in items])
+    layout = lay_out([items[k][0] for k in keys])
     for k, start in zip(keys, layout.starts, strict=True):
         one = items[k][0]
         if one.dtype in SAFETENSORS_DTYPE:
@@ -71,13 +76,39 @@ def test_header_parsing_gives_back_what_was_laid_out():
 def test_packs_are_split_by_count_and_by_bytes(monkeypatch):
     monkeypatch.setattr(module, "MAX_CHUNKS", 3)
     monkeypatch.setattr(module, "MAX_BYTES", 100)
-    items = [(k, PackItem(f"n{k}", "uint8", (n,), n)) for k, n in enumerate([90, 20, 1, 1, 1, 1, 100, 500])]
+    items = [PackItem(f"n{k}", "uint8", (n,), n) for k, n in enumerate([90, 20, 1, 1, 1, 1, 100, 500])]
     packs = plan_packs(items)
-    assert sorted(k for keys, _ in packs for k in keys) == list(range(8))
-    for keys, layout in packs:
+    assert sorted(k for keys in packs for k in keys) == list(range(8))
+    for keys in packs:
         assert len(keys) <= 3
-        assert len(keys) == 1 or sum(items[k][1].nbytes for k in keys) <= 100
-        assert len(layout.items) == len(keys)
+        assert len(keys) == 1 or sum(items[k].nbytes for k in keys) <= 100
+
+
+@given(st.data())
+def test_the_room_set_aside_suffices_for_every_choice(data):
+    """Which chunks are stored, and how long the encoded ones are, is known only after the room was set aside."""
+    names = data.draw(st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=20), unique=True, max_size=8))
+    dtypes = st.sampled_from(sorted(ITEMSIZE))
+    shapes = st.lists(st.integers(0, 10**6), max_size=5).map(tuple)
+    items = []
+    for name in names:
+        dtype, shape = data.draw(dtypes), data.draw(shapes)
+        items.append(PackItem(name, dtype, shape, prod(shape) * ITEMSIZE[dtype]))
+    room = room_for(items)
+    stored = []
+    for one in items:
+        if data.draw(st.booleans()):
+            nbytes = data.draw(st.integers(0, 2 * one.nbytes + 1024))
+            encoded = PackItem(one.name, "uint8", (nbytes,), nbytes)
+            stored.append(encoded if data.draw(st.booleans()) else one)
+    layout = lay_out(stored, room)
+    assert len(layout.header) == room
+    assert set(parse_header(layout.header, layout.nbytes, "p")) == {one.name for one in stored}
+
+
+def test_a_room_that_is_too_small_is_refused():
+    with pytest.raises(MalformedData, match="pack header"):
+        lay_out([PackItem("a", "uint8", (1,), 1)], 64)
 
 
 def test_a_header_that_readers_would_refuse_is_not_written(monkeypatch):

@@ -15,7 +15,7 @@ from ckpt.layout.box import Box
 from ckpt.layout.spec import PARAM
 from ckpt.repo.repository import Repository
 from ckpt.repo.verify import verify
-from ckpt.runtime.agree import cached_layout
+from ckpt.runtime.agree import cached_plan
 from ckpt.runtime.revive import MAX_NOTES, Notes, notes_of_all
 from ckpt.runtime.rng import capture_rng, restore_rng
 from ckpt.store.local import LocalStore
@@ -90,7 +90,7 @@ def test_two_roots_are_told_apart_by_name_or_by_content(tmp_path, monkeypatch):
     results = run_ranks(comms(2), lambda r: ckpt.save(made[r], tmp_path / str(r)))
     all_raise(results, ckpt.ConfigError, "ranks disagree on the root")
     stores = (MemoryStore(), MemoryStore())  # one name, two places: node-local disks
-    monkeypatch.setattr("ckpt.saving.VISIBLE_SECONDS", 0.1)
+    monkeypatch.setattr("ckpt.runtime.save_job.VISIBLE_SECONDS", 0.1)
     results = run_ranks(comms(2), lambda r: ckpt.save(made[r], stores[r]))
     for result in results:
         assert isinstance(result, ckpt.RankFailure)
@@ -177,10 +177,10 @@ def test_one_rank_that_cannot_write_fails_all_and_leaves_the_earlier_steps(monke
     files = sorted(p for p in tmp_path.rglob("*") if p.is_file())
     real = LocalStore.writer
 
-    def writer(self: LocalStore, key: str) -> object:
+    def writer(self: LocalStore, key: str, **how: object) -> object:
         if "rank00001" in key:
             raise OSError(28, "No space left on device")
-        return real(self, key)
+        return real(self, key, **how)
 
     made = job(2, 2)
     with monkeypatch.context() as patch:
@@ -206,7 +206,7 @@ def test_a_plan_is_reused_only_if_every_rank_has_it(monkeypatch):
     assert calls == [], "same layout, same plan"
     from tests.property.fake import _local
 
-    monkeypatch.setattr("ckpt.saving.cached_layout", lambda: b"" if _local.comm.rank else cached_layout())
+    monkeypatch.setattr("ckpt.runtime.save_job.cached_plan", lambda: None if _local.comm.rank else cached_plan())
     save_all(job(2, 3), store)
     assert len(calls) == 2
     monkeypatch.undo()

@@ -1,0 +1,172 @@
+"""How ranks hand bytes to each other: messages from one rank to one other, many on their way at once.
+
+A gloo group of our own, made once and never used by anything else. Of gloo one must know: a wait cannot be interrupted,
+but a wait on the same message that runs out of time closes the connection to that peer for all who wait for it. So
+:meth:`Fabric.abort` waits a millisecond for each message that is still on its way, and the group is not used again.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from contextlib import suppress
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from ckpt.runtime.torch_comm import TorchComm
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ckpt.runtime.comm import Comm
+
+POLL_SECONDS = 0.001
+FOREVER = timedelta(days=7)
+"""A message waits for as long as its peer makes progress, which :meth:`Comm.watch` looks after."""
+
+
+class Pending(Protocol):
+    """A message on its way."""
+
+    def wait(self) -> None:
+        """Return when its bytes have left or arrived.
+
+        Raises:
+            RuntimeError: the peer is gone, or the fabric was aborted.
+        """
+
+
+class Fabric(Protocol):
+    """Messages between the ranks of a job. Safe to use from several threads; buffers must live until the wait is over.
+
+    ``tag``: tells messages between the same two ranks apart.
+    """
+
+    def send(self, data: memoryview, to: int, tag: int) -> Pending:
+        """Begin to send."""
+
+    def receive(self, into: memoryview, source: int, tag: int) -> Pending:
+        """Begin to receive as many bytes as ``into`` has."""
+
+    def abort(self) -> None:
+        """Give up all messages that are on their way, and never carry one again."""
+
+
+class GlooFabric:
+    """Messages over a gloo group. The group is torch's to keep, as that of :class:`TorchComm`."""
+
+    def __init__(self, timeout: float) -> None:
+        limit = timedelta(seconds=max(timeout, 10.0))
+        group = dist.new_group(backend="gloo", timeout=limit)  # type: ignore[no-untyped-call,unused-ignore]
+        self._group_ref: weakref.ref[dist.ProcessGroup] = weakref.ref(group)
+        self._pending: weakref.WeakSet[_GlooPending] = weakref.WeakSet()
+        self._lock = threading.Lock()
+        self.broken = False
+
+    def _begin(self, call: Callable[..., Any], data: memoryview, peer: int, tag: int) -> Pending:
+        group = self._group_ref()
+        with self._lock:
+            if self.broken or group is None:
+                raise RuntimeError("the exchange between ranks was given up")
+            work = call(torch.frombuffer(data, dtype=torch.uint8), peer, group=group, tag=tag)
+            pending = _GlooPending(work)
+            self._pending.add(pending)
+            return pending
+
+    def send(self, data: memoryview, to: int, tag: int) -> Pending:
+        """See :class:`Fabric`."""
+        return self._begin(dist.isend, data, to, tag)
+
+    def receive(self, into: memoryview, source: int, tag: int) -> Pending:
+        """See :class:`Fabric`."""
+        return self._begin(dist.irecv, into, source, tag)
+
+    def abort(self) -> None:
+        """See :class:`Fabric`."""
+        with self._lock:
+            self.broken = True
+            left = list(self._pending)
+        for pending in left:
+            pending.give_up()
+
+
+class _GlooPending:
+    def __init__(self, work: Any) -> None:
+        self._work, self._done = work, False
+
+    def wait(self) -> None:
+        """See :class:`Pending`."""
+        self._work.wait(FOREVER)
+        self._done = True
+
+    def give_up(self) -> None:
+        """End the wait of whoever waits."""
+        if not self._done:
+            with suppress(RuntimeError):
+                self._work.wait(timedelta(milliseconds=1))
+
+
+class KeyValueFabric:
+    """Messages through the key-value store, for ranks that have no process group."""
+
+    def __init__(self, comm: Comm, generation: int) -> None:
+        self.store, self.rank, self.prefix, self.broken = comm.store, comm.rank, f"fabric/{generation}", False
+
+    def send(self, data: memoryview, to: int, tag: int) -> Pending:
+        """See :class:`Fabric`."""
+        self.store.set(f"{self.prefix}/{self.rank}/{to}/{tag}", bytes(data))
+        return _Sent()
+
+    def receive(self, into: memoryview, source: int, tag: int) -> Pending:
+        """See :class:`Fabric`."""
+        return _KeyValuePending(self, f"{self.prefix}/{source}/{self.rank}/{tag}", into)
+
+    def abort(self) -> None:
+        """See :class:`Fabric`."""
+        self.broken = True
+
+
+class _Sent:
+    def wait(self) -> None:
+        """See :class:`Pending`."""
+
+
+class _KeyValuePending:
+    def __init__(self, fabric: KeyValueFabric, key: str, into: memoryview) -> None:
+        self.fabric, self.key, self.into = fabric, key, into
+
+    def wait(self) -> None:
+        """See :class:`Pending`."""
+        store = self.fabric.store
+        while not store.check([self.key]):
+            if self.fabric.broken:
+                raise RuntimeError("the exchange between ranks was given up")
+            time.sleep(POLL_SECONDS)
+        self.into[:] = bytes(store.get(self.key))
+        store.delete_key(self.key)
+
+
+_fabrics: weakref.WeakKeyDictionary[Comm, GlooFabric | KeyValueFabric] = weakref.WeakKeyDictionary()
+_made: weakref.WeakKeyDictionary[Comm, int] = weakref.WeakKeyDictionary()
+
+
+def fabric_of(comm: Comm) -> Fabric | None:
+    """Return the fabric between the ranks of ``comm``, None if there is one rank. Collective, in an entered operation.
+
+    Raises:
+        RankFailure: a rank is gone.
+    """
+    if comm.kv is None:
+        return None
+    found = _fabrics.get(comm)
+    usable = found is not None and not found.broken
+    # A collective decision: a rank that had done its part before the others gave up has a fabric that looks whole.
+    if not all(comm.gather("fabric", lambda: b"1" if usable else b"")):
+        _made[comm] = generation = _made.get(comm, 0) + 1
+        made = GlooFabric(comm.timeout) if isinstance(comm, TorchComm) else KeyValueFabric(comm, generation)
+        _fabrics[comm] = found = made
+    return found

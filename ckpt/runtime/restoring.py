@@ -1,0 +1,122 @@
+"""The read side of a load, as one rank goes through it: index, who reads what, packs, bytes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from ckpt.errors import CkptError, to_wire
+from ckpt.plan.read_plan import Places, plan_alone, plan_together, runs_of_numbers
+from ckpt.runtime.broadcast import Outcome, Transfer, settle
+from ckpt.runtime.fabric import fabric_of
+from ckpt.runtime.handing import hand_index
+from ckpt.runtime.placing import Chunks
+from ckpt.runtime.reading import GAP_BYTES, check_packs
+from ckpt.runtime.reading_mode import ONCE, exchange_needs, span_for
+from ckpt.store.metered import Metered
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from ckpt.plan.load_plan import ChunkRead
+    from ckpt.plan.read_plan import Unit
+    from ckpt.repo.repository import Index
+    from ckpt.runtime.comm import Comm
+    from ckpt.runtime.fabric import Fabric
+    from ckpt.runtime.pieces import Piece
+    from ckpt.store.base import Store
+
+
+class Restore:
+    """Reads one checkpoint with all ranks. Every method but the first is collective.
+
+    Args:
+        comm: all ranks, in an operation.
+        store: where it is.
+        read: ``once`` or ``each``, the same on all ranks.
+        budget: bytes of host memory, the same on all ranks.
+        hosts: name of each rank's host.
+    """
+
+    def __init__(self, comm: Comm, store: Store, read: str, budget: int, hosts: Sequence[str]) -> None:
+        self.comm, self.read, self.budget, self.hosts = comm, read, budget, hosts
+        self.store = Metered(store)
+        self.span = span_for(budget)
+        self.received = self.chunk_bytes = 0
+        self._fabric: Fabric | None = None
+        self._places: Places | None = None
+        self._units: dict[str, list[Unit]] = {}
+        self._reads: dict[str, Sequence[ChunkRead]] = {}
+
+    def open(self, step: int) -> Store:
+        """Return the store to read the index and the objects of ``step`` from.
+
+        Raises:
+            FormatError, IntegrityError, StoreError: with ``once``, rank 0's on all ranks.
+        """
+        if self.read != ONCE:
+            return self.store
+        self._fabric = fabric_of(self.comm)
+        return hand_index(self.comm, self._fabric, self.store, step, self.hosts)
+
+    def plan(self, index: Index, reads: dict[str, Sequence[ChunkRead]]) -> None:
+        """Agree on who reads what, and see that all packs are there.
+
+        Args:
+            index: of the checkpoint, whole.
+            reads: stage -> what this rank needs in it; the same stages on all ranks.
+
+        Raises:
+            MissingChunk: a pack is absent or has another size.
+        """
+        places = self._places = Places(index.specs, index.parts)
+        self._reads = reads
+        for stage, wanted in reads.items():
+            runs = runs_of_numbers(places.number(read.entry) for read in wanted if read.entry.nbytes)
+            if self.read == ONCE:
+                needs = exchange_needs(self.comm, runs)
+                self._units[stage] = plan_together(places.order, needs, self.hosts, span=self.span)
+            else:
+                self._units[stage] = plan_alone(places.order, runs, self.comm.rank, gap=GAP_BYTES, span=self.span)
+        sizes = {pack.key: pack.nbytes for part in index.parts for pack in part.packs}
+        own = [unit for units in self._units.values() for unit in units if unit.chain[0] == self.comm.rank]
+        first = [places.order[number] for unit in own for number, _ in unit.items]
+        self._alike("packs", lambda: check_packs(self.store, first, sizes))
+
+    def _alike(self, name: str, work: Callable[[], object]) -> None:
+        """Run ``work`` on all ranks; one error for all, which with ``once`` is the first rank's own."""
+        if self.read != ONCE:
+            self.comm.run(name, work)
+            return
+
+        def outcome() -> bytes:
+            try:
+                work()
+            except CkptError as error:
+                return msgspec.msgpack.encode(Outcome(failed=0, error=to_wire(error)))
+            return msgspec.msgpack.encode(Outcome())
+
+        settle([msgspec.msgpack.decode(data, type=Outcome) for data in self.comm.gather(name, outcome)])
+
+    def carry(self, stage: str, targets: Sequence[Piece]) -> None:
+        """Bring the chunks of a stage of the plan into the live tensors of all ranks.
+
+        Raises:
+            DigestMismatch, MissingChunk, StoreError: with ``once``, of the rank that met it first in the plan's order.
+            PlanError: a number that the target's dtype cannot hold exactly.
+            RankFailure: a rank is gone, or (``each``) only some ranks failed.
+        """
+        if self._places is None:
+            raise CkptError("nothing was planned")
+        cargo = Chunks(self.store, self._places, self._reads[stage], targets)
+        transfer = Transfer(self.comm, self._fabric, cargo, span=self.span, budget=self.budget)
+        units = self._units[stage]
+        if self.read == ONCE:
+            done = transfer.run(stage, units)
+            told = self.comm.gather(stage, lambda: msgspec.msgpack.encode(done))
+            settle([msgspec.msgpack.decode(data, type=Outcome) for data in told])
+        else:
+            self.comm.run(stage, lambda: transfer.run_alone(stage, units))
+        self.received += transfer.outcome.received
+        self.chunk_bytes += transfer.outcome.read

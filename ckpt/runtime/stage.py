@@ -1,0 +1,76 @@
+"""The first half of a save on one rank: every chunk it holds is digested, and what it owns is on its way to the store.
+
+A chunk that this rank owns goes into a pack as soon as it is digested, while it is still in the processor's cache,
+though nobody has said yet that its replicas agree: they nearly always do, and where they do not, another copy is stored
+afterwards. What can be known at once is not stored: params that are the cast of their master, and bytes that are there.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from ckpt.format.digest import from_raw
+from ckpt.format.pack import PackItem, plan_packs
+from ckpt.runtime.digesting import Digests, views
+from ckpt.runtime.packing import Output, Packer
+from ckpt.runtime.staging import tensor_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import torch
+
+    from ckpt.plan.local_plan import Chunk
+    from ckpt.plan.save_plan import SavePlan
+    from ckpt.runtime.pieces import PieceTable
+    from ckpt.store.base import Buffer
+
+
+def stage_chunks(
+    mine: Digests,
+    plan: SavePlan,
+    rank: int,
+    pieces: PieceTable,
+    objects: Sequence[Output],
+    packer: Packer,
+    beat: Callable[[int], None],
+    after: torch.cuda.Event | None = None,
+) -> None:
+    """Fill ``mine``, and hand to ``packer`` what this rank will most likely have to store.
+
+    ``objects``: what it stores of objects. ``beat``: called after every chunk, with the bytes that were looked at.
+    ``after``: see :func:`ckpt.runtime.capture.capture`.
+    """
+    held = plan.held(rank)
+    owned = [i for i in held if plan.owners[i] == rank]
+    items = [_item(plan.chunks[i]) for i in owned] + [one.item for one in objects]
+    for keys in plan_packs(items):
+        packer.announce([items[k] for k in keys])
+        for i, data, cast in views(plan, [owned[k] for k in keys if k < len(owned)], rank, pieces, after):
+            chunk = plan.chunks[i]
+            mine.held[i] = value = mine.of(data)
+            if cast is None:
+                view = pieces.view(chunk.spec, chunk.box)
+                packer.add(chunk_output(chunk, chunk.name, from_raw(value), partial(tensor_bytes, view)), data)
+            else:
+                mine.casts[i] = mine.of(cast())
+                if mine.casts[i] != value:
+                    view = pieces.view(chunk.spec, chunk.box)
+                    packer.add(chunk_output(chunk, chunk.name, from_raw(value), partial(tensor_bytes, view)))
+            beat(chunk.nbytes)
+        for k in keys:
+            if k >= len(owned):
+                packer.add(objects[k - len(owned)])
+    for i, data, _ in views(plan, [i for i in held if plan.owners[i] != rank], rank, pieces, after):
+        mine.held[i] = mine.of(data)
+        beat(plan.chunks[i].nbytes)
+
+
+def chunk_output(chunk: Chunk, name: str, digest: str, read: Callable[[], Buffer]) -> Output:
+    """Return a chunk as a thing to be stored under ``name``."""
+    return Output(name, chunk.spec.dtype, chunk.box.sizes, chunk.nbytes, digest, read, chunk.spec.role)
+
+
+def _item(chunk: Chunk) -> PackItem:
+    return PackItem(chunk.name, chunk.spec.dtype, chunk.box.sizes, chunk.nbytes)

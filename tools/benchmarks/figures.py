@@ -1,0 +1,105 @@
+"""From records to figures: medians, ratios run by run, what a save costs a loop, slopes. Pure arithmetic."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from statistics import mean, median
+from typing import Any
+
+from benchmarks.items import BASE
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A median with the smallest and the largest value that it came from."""
+
+    median: float
+    low: float
+    high: float
+
+    def text(self, digits: int = 2) -> str:
+        """Return ``0.97 (0.91–1.04)``; one value stands alone."""
+        if self.low == self.high:
+            return f"{self.median:.{digits}f}"
+        return f"{self.median:.{digits}f} ({self.low:.{digits}f}–{self.high:.{digits}f})"
+
+
+def figure(values: list[float]) -> Figure | None:
+    """Return the figure of some values, None if there are none."""
+    return Figure(median(values), min(values), max(values)) if values else None
+
+
+class Layout:
+    """The records of one layout, asked by system and store."""
+
+    def __init__(self, result: dict[str, Any]) -> None:
+        self.result = result
+        self.name: str = result["layout"]
+        self.information: int = result["information"]
+        self.records: list[dict[str, Any]] = result["records"]
+
+    def of(self, item: str, peer: str, store: str | None = None) -> list[dict[str, Any]]:
+        """Return all records of a system, in the order of the runs; of any store if none is named."""
+        return [
+            r for r in self.records if r["item"] == item and r["peer"] == peer and (store is None or r["store"] == store)
+        ]
+
+    def peers(self, *items: str, store: str | None = None) -> list[str]:
+        """Return the systems that have such records, in the order of their first."""
+        found = [
+            r["peer"] for r in self.records if r["item"] in items and (store is None or r["store"] == store)
+        ]
+        return [name for name in dict.fromkeys(found) if name != BASE]
+
+    def stores(self, item: str) -> list[str]:
+        """Return the stores that an item was measured on."""
+        return list(dict.fromkeys(r["store"] for r in self.records if r["item"] == item))
+
+    def values(self, item: str, peer: str, store: str | None, key: str, unit: float = 1.0) -> Figure | None:
+        """Return the figure of one measurement."""
+        return figure([r[key] / unit for r in self.of(item, peer, store) if r.get(key) is not None])
+
+    def against(self, item: str, peer: str, other: str, store: str | None, key: str) -> Figure | None:
+        """Return other's value over the peer's, run by run: of times, how much faster the peer is than the other."""
+        theirs = {r["run"]: r[key] for r in self.of(item, other, store)}
+        return figure([theirs[r["run"]] / r[key] for r in self.of(item, peer, store) if theirs.get(r["run"])])
+
+    def share_of_information(self, item: str, peer: str, store: str | None, key: str) -> Figure | None:
+        """Return bytes over the layout's information."""
+        return self.values(item, peer, store, key, self.information)
+
+    def lost(self, peer: str, store: str) -> Figure | None:
+        """Return the seconds that one save costs the loop: whole loops with saves minus those without, of one run."""
+        lost = []
+        for run in {r["run"] for r in self.of("stall", peer, store)}:
+            base = [r["loop"] for r in self.of("stall", BASE, store) if r["run"] == run]
+            lost += [
+                (r["loop"] - mean(base)) / len(r["calls"])
+                for r in self.of("stall", peer, store)
+                if r["run"] == run and base
+            ]
+        return figure(lost)
+
+    def calls(self, peer: str, store: str, key: str = "calls") -> Figure | None:
+        """Return the seconds of the calls of all loops (``key`` ``waits``: of waiting for the save before)."""
+        return figure([one for r in self.of("stall", peer, store) for one in r[key]])
+
+    def noise(self, store: str) -> Figure | None:
+        """Return how far two loops without saves of one run are apart, a save: what is smaller cannot be told."""
+        apart = []
+        for run in {r["run"] for r in self.of("stall", BASE, store)}:
+            base = [r for r in self.of("stall", BASE, store) if r["run"] == run]
+            saves = max((len(r["calls"]) for r in self.records if r["item"] == "stall"), default=0)
+            if len(base) == 2 and saves:
+                apart.append(abs(base[0]["loop"] - base[1]["loop"]) / saves)
+        return figure(apart)
+
+    def slope(self, peer: str) -> float | None:
+        """Return the bytes that resident memory grows by each save, by least squares, without the first fifth."""
+        for record in self.of("slope", peer):
+            resident = record["resident"][len(record["resident"]) // 5 :]
+            if len(resident) > 1:
+                x0, y0 = (len(resident) - 1) / 2, mean(resident)
+                top = sum((x - x0) * (y - y0) for x, y in enumerate(resident))
+                return top / sum((x - x0) ** 2 for x in range(len(resident)))
+        return None
