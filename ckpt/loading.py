@@ -22,6 +22,7 @@ from ckpt.plan.wire import decode_layouts, encode_layout
 from ckpt.repo.repository import Index, Repository, checked_step
 from ckpt.report import LoadReport, Stopwatch
 from ckpt.runtime.agree import Hello, exchange_hellos
+from ckpt.runtime.behind import wait_for_last
 from ckpt.runtime.describing import claims_of, host_name
 from ckpt.runtime.guard import mark_half_loaded, mark_whole
 from ckpt.runtime.pieces import PieceTable
@@ -92,6 +93,7 @@ def load(
     to run forward and to be saved, until a load succeeds.
     """
     watch = Stopwatch()
+    wait_for_last()  # it may still be reading what this load writes into
     comm = communicator()
     with comm.joint("load", timeout):
         one = _Load(comm, watch, engine, default_root(root), step, extra, strict, cast)

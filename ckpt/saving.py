@@ -12,7 +12,8 @@ from ckpt.engine.find import adapter_for
 from ckpt.errors import ConfigError, SaveInFlight
 from ckpt.repo.repository import checked_step
 from ckpt.report import SaveReport, Stopwatch
-from ckpt.runtime.behind import forget, in_flight, launch
+from ckpt.runtime.agree import exchange_hellos, hello_of
+from ckpt.runtime.behind import in_flight, launch, wait_for_last
 from ckpt.runtime.capture import moment
 from ckpt.runtime.describing import layout_of
 from ckpt.runtime.extras import collect
@@ -23,12 +24,13 @@ from ckpt.runtime.save_job import SaveJob, Watcher, Ways
 from ckpt.runtime.snapshot import Snapshot, private_item, private_pieces, versions_of
 from ckpt.runtime.timeout import checked_timeout, default_timeout
 from ckpt.runtime.torch_comm import background_communicator, communicator
-from ckpt.store.open import Root, default_root, open_store
 from ckpt.store.limited import limited
+from ckpt.store.open import Root, default_root, open_store
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from ckpt.runtime.comm import Comm
     from ckpt.store.base import Store
 
 log = logging.getLogger("ckpt")
@@ -81,7 +83,7 @@ def save(
     a :class:`RankFailure` in step ``commit``: rank 0 was lost while it published, and the step may be there or not.
     """
     watch = Stopwatch()
-    settle_last("wait", timeout)
+    wait_for_last()
     comm = communicator()
 
     def prepare() -> tuple[Store, Snapshot]:
@@ -134,8 +136,10 @@ def async_save(
     if on_busy not in ON_BUSY:
         raise ConfigError(f"on_busy={on_busy!r}: expected one of {', '.join(ON_BUSY)}")
     patience = default_timeout() if timeout is None else checked_timeout(timeout, f"timeout={timeout!r}")
-    settle_last(on_busy, timeout)
+    if on_busy == "wait":
+        wait_for_last()
     comm = background_communicator(timeout)
+    _settle_last(on_busy, comm, timeout)
     ways = Ways(overwrite, on_divergence, codec, budget)
     found: tuple[Store, Snapshot] | Exception
     try:
@@ -159,43 +163,34 @@ def async_save(
     return handle
 
 
-def settle_last(on_busy: str, timeout: float | None, *, tell: bool = True) -> None:
-    """Come to terms with the asynchronous save before, if there was one. Collective if it was refused or has failed.
+def _settle_last(on_busy: str, comm: Comm, timeout: float | None) -> None:
+    """Come to terms with the asynchronous save before, if there was one.
 
     Args:
         on_busy: see :func:`async_save`.
+        comm: the communicator of asynchronous saves.
         timeout: seconds, as everywhere.
-        tell: raise its failure, if a rank has not heard of it; otherwise it is only logged, as it was already.
 
     Raises:
         SaveInFlight: it is not durable on some rank, and ``on_busy`` is ``"refuse"``.
+        CkptError: it has failed, and a rank has not heard of it.
     """
     last = in_flight()
-    if last is None:
+    # All ranks have failed alike, or did not even take part: then they all come to talk about it.
+    failed = comm.missed() or (last is not None and last.durable.peek() is not None)
+    if on_busy == "wait" and not failed:
         return
-    if on_busy == "refuse":
-        _refuse_if_busy(last, timeout)
-    last.durable.settled()
-    forget(last)
-    error = last.durable.peek()
-    if error is None or not tell:
-        return
-    # All ranks know of the failure, but some may have asked the handle and dealt with it: all have to do the same.
-    comm, heard = communicator(), last.durable.retrieved or last.staged.retrieved
-    with comm.joint("save", timeout):
-        told = comm.gather("failed before", lambda: b"1" if heard else b"")
-    if not all(told):
-        raise error
-
-
-def _refuse_if_busy(last: SaveHandle, timeout: float | None) -> None:
-    comm = communicator()
-    with comm.joint("async_save", timeout):
-        busy = comm.gather("busy", lambda: b"" if last.durable.done() else b"1")
+    front = communicator()
+    with front.joint("async_save", timeout):
+        try:
+            exchange_hellos(front, lambda: hello_of("async_save"))
+        finally:
+            comm.catch_up()
+        busy = front.gather("busy", lambda: b"" if last is None or last.durable.done() else b"1")
     ranks = [rank for rank, one in enumerate(busy) if one]
     if ranks:
         raise SaveInFlight(
-            f"the asynchronous save of step {last.step} is not durable yet on rank(s) {', '.join(map(str, ranks[:8]))}"
+            f"the asynchronous save before this one is not durable yet on rank(s) {', '.join(map(str, ranks[:8]))}"
         )
 
 

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ckpt.format.manifest import DERIVED, plain
-from ckpt.format.tally import by_role, tally
+from ckpt.format.tally import tally
 from ckpt.repo.repository import attempt_prefix
 from ckpt.repo.verify import DAMAGE, GARBAGE
 from ckpt.words import count, size
@@ -92,15 +92,8 @@ def describe(index: Index) -> dict[str, Any]:
         "tensors": tensors,
         "objects": sorted(objects, key=lambda o: (o["name"], o["ranks"])),
         "divergences": plain(index.root.divergences),
-        "codecs": _codecs(index),
+        "codecs": plain(tally(index.parts, index.specs, index.commit.codecs)),
     }
-
-
-def _codecs(index: Index) -> dict[str, Any]:
-    """Return per role how its chunks are stored, by the index; why, if the save has noted it."""
-    noted = {role: one.why for role, one in index.commit.codecs.items()}
-    found: dict[str, Any] = plain(by_role([tally(part, index.specs, noted) for part in index.parts]))
-    return found
 
 
 def visible(text: str) -> str:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
-
-import msgspec
 
 from ckpt.format.manifest import DERIVED, IndexPart, RoleCodec
 
@@ -14,57 +13,46 @@ if TYPE_CHECKING:
     from ckpt.layout.spec import TensorSpec
 
 
-class RoleBytes(msgspec.Struct, kw_only=True):
-    """Of one role on one rank. ``codecs``: those that some chunk has; ``why``: the reason of the rank's choice."""
-
+@dataclass(slots=True)
+class _Bytes:
     raw: int = 0
     stored: int = 0
-    codecs: list[str] = []
-    why: str = ""
+    codecs: set[str] = field(default_factory=set)
 
 
-def tally(part: IndexPart, specs: tuple[TensorSpec, ...], why: Mapping[str, str]) -> dict[str, RoleBytes]:
-    """Return role -> bytes of the chunks of one part, what is stored once counted once, derived chunks left out.
+def tally(
+    parts: Iterable[IndexPart], specs: tuple[TensorSpec, ...], noted: Mapping[str, RoleCodec]
+) -> dict[str, RoleCodec]:
+    """Return per role, sorted, how the chunks of a step are stored, those of earlier steps that it refers to included.
 
-    ``why``: role -> reason of the choice.
+    What is stored once is counted once; derived chunks are left out.
+
+    Args:
+        parts: of the step's index.
+        specs: those that chunks refer to.
+        noted: what the save has noted of its own chunks, for the reasons.
     """
-    found: dict[str, RoleBytes] = {}
-    places: set[tuple[int, int]] = set()
-    for chunk in part.chunks:
-        if chunk.pack == DERIVED or (chunk.length and (chunk.pack, chunk.start) in places):
-            continue
-        places.add((chunk.pack, chunk.start))
-        role = specs[chunk.spec].role
-        one = found.setdefault(role, RoleBytes(why=why.get(role, "")))
-        one.raw += chunk.nbytes
-        one.stored += chunk.length
-        name = part.codec_of(chunk)
-        if name is not None and name not in one.codecs:
-            one.codecs.append(name)
-    return found
+    found: dict[str, _Bytes] = {}
+    places: set[tuple[str, int]] = set()
+    for part in parts:
+        for chunk in part.chunks:
+            place = None if chunk.pack == DERIVED else (part.packs[chunk.pack].key, chunk.start)
+            if place is None or (chunk.length and place in places):
+                continue
+            places.add(place)
+            one = found.setdefault(specs[chunk.spec].role, _Bytes())
+            one.raw += chunk.nbytes
+            one.stored += chunk.length
+            if chunk.nbytes:
+                one.codecs.add(part.codec_of(chunk) or "none")
+    return {role: _told(found[role], noted.get(role)) for role in sorted(found)}
 
 
-def by_role(ranks: Iterable[Mapping[str, RoleBytes]]) -> dict[str, RoleCodec]:
-    """Return what all ranks' tallies come to, roles sorted. Of their reasons, that of the rank with most bytes."""
-    of_role: dict[str, list[RoleBytes]] = {}
-    for rank in ranks:
-        for role, one in rank.items():
-            of_role.setdefault(role, []).append(one)
-    return {role: _sum(of_role[role]) for role in sorted(of_role)}
-
-
-def _sum(ranks: list[RoleBytes]) -> RoleCodec:
-    raw, stored = sum(one.raw for one in ranks), sum(one.stored for one in ranks)
-    names = sorted({name for one in ranks for name in one.codecs})
+def _told(one: _Bytes, noted: RoleCodec | None) -> RoleCodec:
     return RoleCodec(
-        codec=", ".join(names) or "none",
-        raw=raw,
-        stored=stored,
-        ratio=round(raw / stored, 4) if stored else 1.0,
-        why=max(ranks, key=lambda one: one.raw).why,
+        codec=", ".join(sorted(one.codecs)) or "none",
+        raw=one.raw,
+        stored=one.stored,
+        ratio=round(one.raw / one.stored, 4) if one.stored else 1.0,
+        why=noted.why if noted is not None else "",
     )
-
-
-def is_encoded(ranks: Iterable[Mapping[str, RoleBytes]]) -> bool:
-    """Is some chunk encoded, so that the commit must name the feature :data:`ckpt.format.manifest.CODEC`?"""
-    return any(one.codecs for rank in ranks for one in rank.values())

@@ -16,6 +16,7 @@ from ckpt.format.parts import decode_part
 from ckpt.repo.moving import Mover
 from ckpt.repo.repository import Repository, commit_key
 from ckpt.repo.transfer import Held
+from ckpt.store.limited import Limited, Rate
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -66,7 +67,7 @@ def copy_steps(
         overwrite: replace a step of another content at the destination; otherwise that is an error.
         verify: read what the destination has already, and copy it again where a digest differs. False trusts sizes.
         threads: packs that are copied at once. Each holds about 8 MiB, beside what the store's writer holds.
-        io_limit: bytes per second that are copied or verified, at most.
+        io_limit: bytes per second that are read from the source at most, and as many at the destination.
         progress: called with bytes done and bytes in all after each piece, by one thread at a time.
 
     Raises:
@@ -79,12 +80,14 @@ def copy_steps(
     """
     if src is dst:
         raise ConfigError(f"source and destination are the same store, {src.url}")
-    if threads < 1 or (io_limit is not None and not io_limit > 0):
-        raise ConfigError(f"threads {threads} and io_limit {io_limit}: expected numbers above 0")
+    if threads < 1:
+        raise ConfigError(f"threads={threads}, expected a positive number")
+    if io_limit is not None:  # a rate for each side: reading and writing are seldom the same link
+        src, dst = Limited(src, Rate(io_limit)), Limited(dst, Rate(io_limit))
     chosen = _survey(src, dst, steps, overwrite)
     report = CopyReport()
     total = sum(one.nbytes for one in {ref.key: ref for step in chosen for ref in step.refs()}.values())
-    with Mover(src, dst, report, total, threads, io_limit, progress, verify=verify) as mover:
+    with Mover(src, dst, report, total, threads, progress, verify=verify) as mover:
         for step in chosen:
             _copy(step, mover, overwrite)
     return report
@@ -121,8 +124,8 @@ class _Step:
 def _survey(src: Store, dst: Store, steps: Sequence[int] | None, overwrite: bool) -> list[_Step]:
     """Find out what can be found out before anything is written: does the source have it all, is the place free?"""
     source, target = Repository(src), Repository(dst)
-    numbers = [source.pick(None)] if steps is None else [source.pick(step) for step in sorted(set(steps))]
     target.check_marker()
+    numbers = _chosen(source, steps)
     chosen = [_commits(source, dst, step, overwrite) for step in numbers]
     for step in chosen:
         for part, _ in step.read_parts():
@@ -135,6 +138,14 @@ def _survey(src: Store, dst: Store, steps: Sequence[int] | None, overwrite: bool
                 what = "is not there" if found is None else f"has {found} bytes, expected {pack.nbytes}"
                 raise MissingChunk(f"step {step.body.step} in {src.url}: pack {pack.key} {what}{_lost(step, pack.key)}")
     return chosen
+
+
+def _chosen(source: Repository, steps: Sequence[int] | None) -> list[int]:
+    if steps is None:
+        return [source.pick(None)]
+    source.check_marker()
+    there = set(source.steps())
+    return [step if step in there else source.pick(step) for step in sorted(set(steps))]  # pick says what there is
 
 
 def _commits(source: Repository, dst: Store, step: int, overwrite: bool) -> _Step:
@@ -182,8 +193,8 @@ def _held(step: _Step) -> dict[str, list[Held]]:
 def _copy(step: _Step, mover: Mover, overwrite: bool) -> None:
     """Bring all objects of a step, then its commit."""
     number, target = step.body.step, Repository(mover.dst)
+    target.initialise()
     if not step.there:
-        target.initialise()
         own = step.body.index.key.rpartition("/index/")[0]
         mover.begin({own, *(key.rpartition("/packs/")[0] for key in step.packs)})
     wanted = _held(step)

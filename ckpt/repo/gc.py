@@ -201,7 +201,7 @@ class _Collection:
             age = age_of(self.store, folder, infos)
             one = Garbage(kind, folder, len(infos), sum(info.nbytes for info in infos), age, self._young(age))
             found.append((one, infos))
-        at_work = any(one.kept for one, _ in found)
+        at_work = any(one.kept and one.kind == ATTEMPT for one, _ in found)
         for one, infos in found:
             # A save refers to the newest commit that it found at its start. If that was replaced since then, only the
             # save itself knows that it still needs the packs.

@@ -1,4 +1,4 @@
-"""What a copy of several steps shares: threads, a rate, progress, marks that say "in the making", and what is done.
+"""What a copy of several steps shares: threads, progress, marks that say "in the making", and what is done.
 
 A destination is judged object by object: what is there whole stays, what is missing or damaged is copied. An object
 that a committed step of the destination needs with *other* bytes is never replaced.
@@ -10,10 +10,11 @@ import json
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import suppress
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING
 
-from ckpt.errors import CheckpointExists, MissingChunk, ObjectExists, ObjectNotFound
+from ckpt.errors import CheckpointExists, CkptError, MissingChunk, ObjectExists, is_damage
 from ckpt.format.manifest import MAX_COMMIT
 from ckpt.repo.ages import COPIED
 from ckpt.repo.transfer import copy_pack, trouble_with
@@ -43,13 +44,12 @@ class Mover:
         report: CopyReport,
         total: int,
         threads: int,
-        io_limit: float | None,
         progress: Progress,
         *,
         verify: bool,
     ) -> None:
         self.src, self.dst, self.report, self.verify = src, dst, report, verify
-        self.meter = _Meter(total, io_limit, progress, self._beat)
+        self.meter = _Meter(total, progress, self._beat)
         self.checked: dict[str, set[tuple[int, int, str, str]]] = {}
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="ckpt-copy")
         self._lock = threading.Lock()
@@ -74,7 +74,11 @@ class Mover:
         for key in self._marks:
             try:
                 about = json.loads(self.src.get(key, 0, MAX_COMMIT))
-            except (ObjectNotFound, ValueError, RecursionError):
+            except CkptError as error:  # no load needs it, so it need not be there
+                if not is_damage(error):
+                    raise
+                continue
+            except (ValueError, RecursionError):
                 continue
             if isinstance(about, dict):
                 self._marks[key] = about
@@ -101,10 +105,18 @@ class Mover:
         Raises:
             As :func:`~ckpt.repo.transfer.copy_pack`. What the other threads were at is stopped.
         """
-        futures = [self._pool.submit(self._pack, pack, held, claims) for pack, held in wanted]
+        futures = [self._pool.submit(self._pack_or_stop, pack, held, claims) for pack, held in wanted]
         try:
             for future in as_completed(futures):
-                future.result()
+                with suppress(_Stopped):  # whatever stopped it is told by another one
+                    future.result()
+        finally:
+            for future in futures:
+                future.cancel()
+
+    def _pack_or_stop(self, pack: PackRef, held: list[Held], claims: Claims) -> None:
+        try:
+            self._pack(pack, held, claims)
         except BaseException:
             self.meter.stop.set()
             raise
@@ -191,28 +203,22 @@ class _Stopped(Exception):
 
 
 class _Meter:
-    """Counts, reports and slows down what all threads move; stops them."""
+    """Counts and reports what all threads move; stops them."""
 
-    def __init__(self, total: int, limit: float | None, progress: Progress, beat: Callable[[], None]) -> None:
-        self.total, self.limit, self.progress, self.beat = total, limit, progress, beat
+    def __init__(self, total: int, progress: Progress, beat: Callable[[], None]) -> None:
+        self.total, self.progress, self.beat = total, progress, beat
         self.done = 0
         self.lock = threading.Lock()
         self.stop = threading.Event()
-        self._free = 0.0
-        """when the bytes moved so far would be through at exactly the limit"""
 
-    def advance(self, nbytes: int, counted: int) -> None:
-        """Note that ``nbytes`` were moved, of which ``counted`` are progress; wait as long as the limit asks."""
-        with self.lock:
-            self.done += counted
-            self.progress(self.done, self.total)
-            now = time.monotonic()
-            if self.limit is not None:
-                self._free = max(self._free, now) + nbytes / self.limit
-            delay = max(0.0, self._free - now)
-        self.beat()
-        if self.stop.wait(delay):
+    def advance(self, nbytes: int) -> None:
+        """Note ``nbytes`` of progress."""
+        if self.stop.is_set():
             raise _Stopped
+        with self.lock:
+            self.done += nbytes
+            self.progress(self.done, self.total)
+        self.beat()
 
 
 class _Credit:
@@ -225,10 +231,10 @@ class _Credit:
         """Note ``nbytes`` moved."""
         counted = min(nbytes, self.left)
         self.left -= counted
-        self.meter.advance(nbytes, counted)
+        self.meter.advance(counted)
 
     def settle(self) -> None:
         """Note that the object is done, though not all of it had to be read."""
         if self.left:
             counted, self.left = self.left, 0
-            self.meter.advance(0, counted)
+            self.meter.advance(counted)

@@ -13,6 +13,7 @@ from ckpt.format.digest import raw_digest
 from ckpt.layout.graph import ShardGraph
 from ckpt.plan.save_plan import SavePlan, build_save_plan
 from ckpt.plan.wire import combined, decode_layouts, encode_layout
+from ckpt.runtime.behind import raise_unheard, unheard
 from ckpt.runtime.settling import Routes
 
 if TYPE_CHECKING:
@@ -36,6 +37,13 @@ class Hello(msgspec.Struct, kw_only=True):
     """object -> identity of its content"""
     host: str = ""
     """name of this rank's host"""
+    failed: bytes = b""
+    """failure of the asynchronous save before, which nobody on this rank has heard of"""
+
+
+def hello_of(call: str) -> Hello:
+    """Return what a rank says that has come to talk about the asynchronous save before, or the first one."""
+    return Hello(call=call, root="", step=None, options=(), engine="", failed=unheard())
 
 
 def exchange_hellos(comm: Comm, make: Any) -> list[Hello]:
@@ -43,9 +51,11 @@ def exchange_hellos(comm: Comm, make: Any) -> list[Hello]:
 
     Raises:
         ConfigError: ranks disagree; the same error on every rank says who wants what.
+        CkptError: the asynchronous save before has failed, and a rank has not heard of it.
     """
     encoded = comm.gather("describe", lambda: msgspec.msgpack.encode(make()))
     hellos = [msgspec.msgpack.decode(data, type=Hello) for data in encoded]
+    raise_unheard([h.failed for h in hellos])
     said_of: dict[str, list[Any]] = {
         "call": [f"ckpt.{h.call}" for h in hellos],
         "root": [h.root for h in hellos],

@@ -6,17 +6,22 @@ hook in front of every optimizer step of the process, which waits until all live
 
 from __future__ import annotations
 
+import concurrent.futures.thread  # noqa: F401 - what it does at exit has to come after what is done here
 import logging
 import threading
 import time
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, NoReturn
 
+import msgspec
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from ckpt.errors import from_wire, to_wire
+
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from ckpt.report import SaveReport
     from ckpt.runtime.handle import SaveHandle
@@ -26,20 +31,52 @@ log = logging.getLogger("ckpt")
 LOOK_SECONDS = 0.5
 """How often an optimizer step that waits looks whether the snapshot is still growing."""
 
-_flight: SaveHandle | None = None
+
+class _Flight:
+    """The last asynchronous save of this process, done or not."""
+
+    handle: SaveHandle | None = None
+
+
+_last = _Flight()
 _hooked = False
+_patience: dict[SaveHandle, float] = {}
 
 
 def in_flight() -> SaveHandle | None:
-    """Return the last asynchronous save of this process, done or not, unless it was taken note of."""
-    return _flight
+    """Return the last asynchronous save of this process, done or not; None if there was none or it was dealt with."""
+    return _last.handle
 
 
-def forget(handle: SaveHandle) -> None:
-    """Take note of how a save has ended."""
-    global _flight
-    if _flight is handle:
-        _flight = None
+def wait_for_last() -> None:
+    """Wait until the last asynchronous save has ended, well or badly."""
+    if _last.handle is not None:
+        _last.handle.durable.settled()
+
+
+def unheard() -> bytes:
+    """Return the failure of the last asynchronous save, for other ranks, unless somebody on this rank has heard of it.
+
+    All ranks have failed alike, but some may have asked the handle and dealt with it, and all have to do the same.
+    """
+    last = _last.handle
+    error = last.durable.peek() if last is not None else None
+    if last is None or error is None or last.durable.retrieved or last.staged.retrieved:
+        return b""
+    return msgspec.json.encode(to_wire(error))
+
+
+def raise_unheard(told: Iterable[bytes]) -> None:
+    """Raise the first failure that a rank has told of by :func:`unheard`; with that, all ranks have heard of it."""
+    wire = next(filter(None, told), b"")
+    if not wire:
+        return
+    wait_for_last()  # what has failed there is about to fail here
+    own = _last.handle.durable.peek() if _last.handle is not None else None
+    _last.handle = None if own is not None else _last.handle
+    # The rank's own error has the cause and its traceback; one that did not take part in that save has none.
+    theirs = from_wire(msgspec.json.decode(wire))
+    raise own if type(own) is type(theirs) and str(own) == str(theirs) else theirs
 
 
 def launch(handle: SaveHandle, run: Callable[[], SaveReport], patience: float) -> None:
@@ -50,7 +87,7 @@ def launch(handle: SaveHandle, run: Callable[[], SaveReport], patience: float) -
         run: the save.
         patience: seconds without progress after which an optimizer step gives up on the snapshot.
     """
-    global _flight, _hooked
+    global _hooked
     if not _hooked:
         register_optimizer_step_pre_hook(_before_step)
         # Not atexit, which comes when threads cannot be started any more; a save starts some for its I/O.
@@ -58,7 +95,6 @@ def launch(handle: SaveHandle, run: Callable[[], SaveReport], patience: float) -
             threading._register_atexit(_at_exit)  # type: ignore[attr-defined]
         _hooked = True
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
-    _patience[handle] = patience
 
     def work() -> None:
         if device is not None:
@@ -70,16 +106,23 @@ def launch(handle: SaveHandle, run: Callable[[], SaveReport], patience: float) -
         if error is not None:
             log.error("the asynchronous save of step %s failed, training goes on: %s", handle.step, error)
 
-    _flight = handle
-    threading.Thread(target=work, name=f"ckpt save of step {handle.step}").start()
+    _patience[handle] = patience
+    _last.handle = handle
+    thread = threading.Thread(target=work, name=f"ckpt save of step {handle.step}")
+    try:
+        thread.start()
+    except RuntimeError as error:  # no thread to be had: the other ranks will miss this one
+        _patience.pop(handle, None)
+        handle.conclude(partial(_raise, error))
 
 
-_patience: dict[SaveHandle, float] = {}
+def _raise(error: BaseException) -> NoReturn:
+    raise error
 
 
 def _before_step(*_: Any) -> None:
     """Wait for what is not staged yet. A failure is not the optimizer's business: it is told at the next save."""
-    handle = _flight
+    handle = _last.handle
     if handle is None or handle.staged.done():
         return
     seen, since = handle.progress().staged, time.monotonic()
@@ -94,7 +137,7 @@ def _before_step(*_: Any) -> None:
 
 def _at_exit() -> None:
     """Finish what is in flight before the interpreter ends."""
-    handle = _flight
+    handle = _last.handle
     if handle is not None and not handle.durable.done():
         log.warning("the interpreter ends while step %s is being saved: finishing it", handle.step)
         handle.durable.settled()

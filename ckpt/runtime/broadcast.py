@@ -5,7 +5,8 @@ is handed on before anything else is done with it, then checked against its dige
 in the order of the plan. Bytes that fill live memory from end to end are read or received right there.
 
 A rank that cannot read a unit sends the bytes that it has in their place: nobody waits in vain, nobody places what does
-not fit its digest, and afterwards all learn of the cause (:func:`settle`). A rank that is gone ends it for all.
+not fit its digest, and afterwards all learn of the cause (:func:`~ckpt.runtime.cargo.settle`). A rank that is gone ends
+it for all.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ import threading
 import time
 from collections import deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from ckpt.errors import CkptError, RankFailure, from_wire, to_wire
+from ckpt.errors import CkptError, RankFailure, to_wire
 from ckpt.plan.read_plan import Unit
+from ckpt.runtime.cargo import Cargo, Outcome
 from ckpt.runtime.fabric import Pending
 from ckpt.runtime.watching import Watch
 from ckpt.store.blocks import DEFAULT_BUDGET, Blocks
@@ -41,37 +42,6 @@ LOOK_SECONDS = 0.25
 """How often a rank looks whether the others can go on."""
 PATIENCE_SECONDS = 2.0
 """How long a rank whose connection to a peer is lost waits to learn which rank is to blame."""
-
-
-class Cargo(Protocol):
-    """What the bytes of units are, and what is to be done with them. ``read`` and ``check`` run in several threads."""
-
-    def read(self, unit: Unit, into: memoryview) -> None:
-        """Fill ``into`` with the unit's bytes, verified."""
-
-    def check(self, unit: Unit, data: memoryview) -> None:
-        """Verify bytes that came from another rank."""
-
-    def live(self, unit: Unit) -> memoryview | None:
-        """Return the memory where the bytes are to be in the end, if it is one piece."""
-
-    def put(self, unit: Unit, data: memoryview) -> None:
-        """Bring verified bytes to where they are to be."""
-
-
-class Outcome(msgspec.Struct, array_like=True):
-    """How one rank's part ended."""
-
-    read: int = 0
-    """bytes read from packs"""
-    received: int = 0
-    """bytes that came from other ranks"""
-    failed: int = -1
-    """first unit that failed by a cause of this rank's own"""
-    error: dict[str, Any] | None = None
-    """that cause"""
-    spoilt: dict[str, Any] | None = None
-    """what is wrong with a unit that came from another rank"""
 
 
 @dataclass(eq=False, slots=True)
@@ -155,8 +125,8 @@ class Transfer:
             threads.append(threading.Thread(target=self._receive_all, daemon=True))
         if any(len(u.chain) > 1 for u in mine):
             # One for each way in: what was read ahead leaves late, and must not keep back the end of what came.
-            for flow in (self._reads, self._comes):
-                threads.append(threading.Thread(target=self._see_off_all, args=(flow,), daemon=True))
+            flows = (self._reads, self._comes)
+            threads += [threading.Thread(target=self._see_off_all, args=(flow,), daemon=True) for flow in flows]
         for thread in threads:
             thread.start()
         try:
@@ -387,18 +357,3 @@ class Transfer:
 
 class _Enough(Exception):
     """A rank that reads for itself alone has failed: no need to read the rest."""
-
-
-def settle(outcomes: Sequence[Outcome]) -> None:
-    """Raise, on all ranks alike, what made the transfer fail: the error of the first unit that could not be read.
-
-    Raises:
-        CkptError: of the class and with the message that its reader had.
-    """
-    failed = [(one.failed, rank) for rank, one in enumerate(outcomes) if one.error is not None]
-    if failed:
-        raise from_wire(outcomes[min(failed)[1]].error or {})
-    for rank, one in enumerate(outcomes):
-        if one.spoilt is not None:
-            error = from_wire(one.spoilt)
-            raise type(error)(f"{error} (on its way to rank {rank}: its reader had found it whole)")

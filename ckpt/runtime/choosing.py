@@ -3,13 +3,14 @@
 Encoding overlaps with storing, so a role takes the longer of the two. A sample of its own bytes tells how fast and how
 small they get; the store's speed is what its last writes achieved. On a fast disk the codec is the slower one and stays
 off. What has not been measured is not guessed: the first save of a process to a store writes raw bytes, and learns.
+ADR 0008.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING
@@ -31,9 +32,17 @@ SWITCH_ON, STAY_ON = 0.90, 0.97
 """A codec is switched on where it takes no more than this share of the time without, and off above the second: two
 measurements of one speed differ, and a codec that changes at every save leaves chunks that look alike and are not.
 """
-LEAST_BYTES = 1 << 20
-"""Smaller files tell how long opening and syncing takes, and not how fast bytes go."""
+CORE_SHARE = 0.5
+"""How much of a core the encoder can count on: others capture, digest and copy, and ranks may share cores. A sample is
+too short to show it.
+"""
+LEAST_BYTES, LEAST_SECONDS = 16 << 20, 0.25
+"""Less, written in less time, tells how long a file takes to open and sync, and not how fast bytes go."""
+TRIAL_SECONDS = 0.03
+"""Of CPU time, once: long enough to show how cores are shared, which a sample is too short for."""
+LEAST_SAMPLE, LEAST_TRIAL = 4 << 10, 64 << 10
 _KEPT = 8
+_GOOD_PART = 1 / 3
 _NEWS = 1.25
 """A store that is this much faster than thought, at the least, has changed."""
 
@@ -98,7 +107,7 @@ def choose(
     store_rate: float | None,
     asked: Asked = AUTO,
     before: Mapping[str, Choice] | None = None,
-    workers: int = 1,
+    encoder_rate: float | None = None,
 ) -> dict[str, Choice]:
     """Return what to do with each role. The same numbers give the same choice.
 
@@ -107,27 +116,29 @@ def choose(
         store_rate: bytes a second that the store takes; None if not known.
         asked: the user's wish.
         before: what was chosen last for this store.
-        workers: threads that encode at once.
+        encoder_rate: bytes a second that encoding came to where it was done; a sample alone may look faster.
     """
+    limit = encoder_rate or float("inf")
     chosen = {}
     for role, sample in samples.items():
         wish = asked if isinstance(asked, str) else asked.get(role, AUTO)
         last = (before or {}).get(role)
         chosen[role] = (
-            _judge(sample, store_rate, last is not None and last.codec == ZSTD, workers)
+            _judge(sample, store_rate, last is not None and last.codec == ZSTD, limit)
             if wish == AUTO
             else Choice(wish, "asked for")
         )
     return chosen
 
 
-def _judge(sample: Sample | None, store_rate: float | None, on: bool, workers: int) -> Choice:
+def _judge(sample: Sample | None, store_rate: float | None, on: bool, limit: float) -> Choice:
     if store_rate is None:
         return Choice(NONE, "the store's speed is not known yet")
-    if sample is None or not sample.raw:
-        return Choice(NONE, "there was nothing to measure")
-    encoding, storing, without = sample.seconds / workers, sample.stored / store_rate, sample.raw / store_rate
-    store, codec = _speed(store_rate), _speed(sample.raw / encoding if encoding else float("inf"))
+    if sample is None or sample.raw < LEAST_SAMPLE:
+        return Choice(NONE, "too few bytes to measure")
+    encoding = max(sample.seconds / CORE_SHARE, sample.raw / limit)
+    storing, without = sample.stored / store_rate, sample.raw / store_rate
+    store, codec = _speed(store_rate), _speed(sample.raw / encoding) if encoding else "of any speed"
     if max(encoding, storing) <= without * (STAY_ON if on else SWITCH_ON):
         return Choice(ZSTD, f"store {store} is slower than the codec {codec}, ratio {sample.ratio:.2f}")
     if encoding > storing:
@@ -136,31 +147,36 @@ def _judge(sample: Sample | None, store_rate: float | None, on: bool, workers: i
 
 
 def _speed(rate: float) -> str:
-    return f"{rate / 1e6:.3g} MB/s"
+    return f"{rate / 1e6:,.0f} MB/s" if rate >= 10e6 else f"{rate / 1e6:.2g} MB/s"
 
 
 # ---------------------------------------------------------------------------------- what this process knows of stores
 
 _rates: dict[str, deque[float]] = {}
+_encoders: deque[float] = deque(maxlen=3)
 _chosen: dict[str, dict[str, Choice]] = {}
 
 
-def observe(url: str, nbytes: int, seconds: float, encoding: float = 0.0) -> None:
-    """Note how fast a store took a file.
+def observe(url: str, nbytes: int, seconds: float, encoding: float = 0.0, encoded: int = 0) -> None:
+    """Note how fast a store took what a save gave it.
 
     Args:
         url: of the store.
-        nbytes: of the file.
-        seconds: from its first byte until it was durable.
-        encoding: how many of these seconds the encoder was at work. If nearly all, the store has waited for it, and
-            the file only shows how fast the store is *at least*. If that is clearly more than was thought, what was
-            thought is forgotten, so that the next save writes raw bytes and measures.
+        nbytes: given to it.
+        seconds: that the save stood still for the store, in writes and until all was durable, and ``encoding``. Not
+            what else the save did meanwhile: a store that keeps up with it is fast, however slow the save.
+        encoding: how many of these seconds the encoder was at work, perhaps with the store idle. If a good part of
+            them, this only shows how fast the store is *at least*; and if that is clearly more than was thought, what
+            was thought is forgotten, so that the next save writes raw bytes and measures.
+        encoded: bytes that the encoder was given.
     """
-    if nbytes < LEAST_BYTES or seconds <= 0:
+    if seconds <= 0 or not nbytes or (nbytes < LEAST_BYTES and seconds < LEAST_SECONDS):
         return
+    if encoding > 0 and encoded:
+        _encoders.append(encoded / encoding)
     rate = nbytes / seconds
     known = rate_of(url)
-    if encoding < 0.8 * seconds:
+    if encoding < _GOOD_PART * seconds:
         _rates.setdefault(url, deque(maxlen=_KEPT)).append(rate)
     elif known is not None and rate > known * _NEWS:
         del _rates[url]
@@ -178,7 +194,7 @@ def undecided(url: str, role: str, asked: Asked) -> bool:
 
 
 def decide(
-    url: str, pieces: Mapping[str, Callable[[], Iterable[tuple[Buffer, int]]]], asked: Asked = AUTO, workers: int = 1
+    url: str, pieces: Mapping[str, Callable[[], Iterable[tuple[Buffer, int]]]], asked: Asked = AUTO
 ) -> dict[str, Choice]:
     """Choose for a save to the store ``url``, and remember it.
 
@@ -187,8 +203,21 @@ def decide(
         pieces: of each role, a function that returns some of its bytes with their item sizes, about
             :data:`SAMPLE_BYTES`; called only if the choice depends on it.
         asked: the user's wish.
-        workers: threads that encode at once.
     """
-    samples = {role: measure(get()) if undecided(url, role, asked) else None for role, get in pieces.items()}
-    _chosen[url] = {**_chosen.get(url, {}), **choose(samples, rate_of(url), asked, _chosen.get(url), workers)}
-    return {role: _chosen[url][role] for role in pieces}
+    ready = {role: list(get()) for role, get in pieces.items() if undecided(url, role, asked)}
+    samples = {role: measure(ready[role]) if role in ready else None for role in pieces}
+    enough = sum(sample.raw for sample in samples.values() if sample is not None) >= LEAST_TRIAL
+    if enough and not _encoders:
+        _encoders.append(_trial([piece for of_role in ready.values() for piece in of_role]))
+    encoder_rate = median(_encoders) if _encoders else None
+    chosen = choose(samples, rate_of(url), asked, _chosen.get(url), encoder_rate)
+    _chosen[url] = {**_chosen.get(url, {}), **chosen}
+    return chosen
+
+
+def _trial(pieces: Sequence[tuple[Buffer, int]]) -> float:
+    """Encode for a while; return the bytes a second by the clock on the wall, as others use the cores too."""
+    total, began, cpu = 0, time.perf_counter(), time.thread_time()
+    while time.thread_time() - cpu < TRIAL_SECONDS:
+        total += measure(pieces).raw
+    return total / (time.perf_counter() - began)

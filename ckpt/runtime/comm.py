@@ -136,6 +136,15 @@ class Comm:
         self._forget_previous()
         self._entered(key)
 
+    def missed(self) -> bool:
+        """Have others given up an operation that this rank has not entered?"""
+        return self.kv is not None and self.kv.check([f"{self.operation + 1}/enter/done"])
+
+    def catch_up(self) -> None:
+        """Take note of all that this rank has missed."""
+        while self.missed():
+            self.operation += 1
+
     def run(self, name: str, work: Callable[[], T]) -> T:
         """Run ``work`` on every rank; return this rank's result once all have succeeded.
 

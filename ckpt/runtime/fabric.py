@@ -1,8 +1,8 @@
 """How ranks hand bytes to each other: messages from one rank to one other, many on their way at once.
 
 A gloo group of our own, made once and never used by anything else. Of gloo one must know: a wait cannot be interrupted,
-but a wait on the same message that runs out of time closes the connection to that peer for all who wait for it. So
-:meth:`Fabric.abort` waits a millisecond for each message that is still on its way, and the group is not used again.
+but a wait that runs out of time closes all connections of the group and so ends all other waits. :meth:`Fabric.abort`
+waits a millisecond for what nobody sends, and the group is not used again.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ if TYPE_CHECKING:
 
 POLL_SECONDS = 0.001
 FOREVER = timedelta(days=7)
-"""A message waits for as long as its peer makes progress, which :meth:`Comm.watch` looks after."""
+"""A message waits for as long as its peer makes progress, which :class:`~ckpt.runtime.watching.Watch` looks after."""
+NEVER_SENT = 1 << 30
+"""Tag of a message that nobody sends."""
+GIVEN_UP = "the exchange between ranks was given up"
 
 
 class Pending(Protocol):
@@ -63,19 +66,20 @@ class GlooFabric:
         limit = timedelta(seconds=max(timeout, 10.0))
         group = dist.new_group(backend="gloo", timeout=limit)  # type: ignore[no-untyped-call,unused-ignore]
         self._group_ref: weakref.ref[dist.ProcessGroup] = weakref.ref(group)
-        self._pending: weakref.WeakSet[_GlooPending] = weakref.WeakSet()
         self._lock = threading.Lock()
         self.broken = False
 
     def _begin(self, call: Callable[..., Any], data: memoryview, peer: int, tag: int) -> Pending:
-        group = self._group_ref()
         with self._lock:
-            if self.broken or group is None:
-                raise RuntimeError("the exchange between ranks was given up")
-            work = call(torch.frombuffer(data, dtype=torch.uint8), peer, group=group, tag=tag)
-            pending = _GlooPending(work)
-            self._pending.add(pending)
-            return pending
+            if self.broken:
+                raise RuntimeError(GIVEN_UP)
+            return self._message(call, data, peer, tag)
+
+    def _message(self, call: Callable[..., Any], data: memoryview, peer: int, tag: int) -> _GlooPending:
+        group = self._group_ref()
+        if group is None:
+            raise RuntimeError(GIVEN_UP)
+        return _GlooPending(call(torch.frombuffer(data, dtype=torch.uint8), peer, group=group, tag=tag))
 
     def send(self, data: memoryview, to: int, tag: int) -> Pending:
         """See :class:`Fabric`."""
@@ -89,25 +93,21 @@ class GlooFabric:
         """See :class:`Fabric`."""
         with self._lock:
             self.broken = True
-            left = list(self._pending)
-        for pending in left:
-            pending.give_up()
+            # A message of its own to run out of time with: of two who wait for one message gloo wakes only one.
+            nothing = memoryview(bytearray(1))
+            for peer in range(dist.get_world_size()):
+                if peer != dist.get_rank():
+                    with suppress(RuntimeError):
+                        self._message(dist.irecv, nothing, peer, NEVER_SENT).wait(timedelta(milliseconds=1))
 
 
 class _GlooPending:
     def __init__(self, work: Any) -> None:
-        self._work, self._done = work, False
+        self._work = work
 
-    def wait(self) -> None:
+    def wait(self, limit: timedelta = FOREVER) -> None:
         """See :class:`Pending`."""
-        self._work.wait(FOREVER)
-        self._done = True
-
-    def give_up(self) -> None:
-        """End the wait of whoever waits."""
-        if not self._done:
-            with suppress(RuntimeError):
-                self._work.wait(timedelta(milliseconds=1))
+        self._work.wait(limit)
 
 
 class KeyValueFabric:
@@ -144,7 +144,7 @@ class _KeyValuePending:
         store = self.fabric.store
         while not store.check([self.key]):
             if self.fabric.broken:
-                raise RuntimeError("the exchange between ranks was given up")
+                raise RuntimeError(GIVEN_UP)
             time.sleep(POLL_SECONDS)
         self.into[:] = bytes(store.get(self.key))
         store.delete_key(self.key)

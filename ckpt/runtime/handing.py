@@ -104,7 +104,7 @@ def _blobs(entry: ObjectEntry) -> list[BlobEntry]:
 
 
 class _Payload:
-    """Bytes of rank 0 for all, as a :class:`~ckpt.runtime.broadcast.Cargo` of equal pieces."""
+    """Bytes of rank 0 for all, as a :class:`~ckpt.runtime.cargo.Cargo` of equal pieces."""
 
     def __init__(self, data: bytes, nbytes: int) -> None:
         self.data, self.into = data, memoryview(bytearray(nbytes))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import traceback
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, TypeVar
@@ -168,9 +169,17 @@ class SaveHandle:
             report = run()
         except BaseException as error:
             self._ended = time.monotonic()
+            _let_go(error)
             self.staged.fail(error)
             self.durable.fail(error)
         else:
             self._ended = time.monotonic()
             self.staged.reach(None)
             self.durable.reach(report)
+
+
+def _let_go(error: BaseException | None) -> None:
+    """Keep where an error came from, but not the frames' variables: among them is the snapshot with all its copies."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__

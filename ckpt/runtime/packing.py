@@ -83,12 +83,15 @@ class _Open:
     room: int
     items: list[PackItem] = field(default_factory=list)
     position: int = 0
-    began: float = field(default_factory=perf_counter)
+    waited: float = 0.0
+    """seconds that the store took of the caller's time"""
 
     def append(self, item: PackItem, data: Buffer) -> int:
         """Append an item; return where it starts in the file."""
         start = self.room + self.position
+        before = perf_counter()
         self.writer.write(data)
+        self.waited += perf_counter() - before
         self.items.append(item)
         self.position += item.nbytes
         return start
@@ -124,6 +127,7 @@ class Packer:
         self._coming: tuple[PackItem, ...] = ()
         self._exit = ExitStack()
         self._encoding = 0.0
+        self._encoded = 0
 
     def __enter__(self) -> Packer:
         return self
@@ -165,13 +169,15 @@ class Packer:
     def finish(self) -> list[PackRef]:
         """Write all headers and make all packs durable. Returns the packs that were made."""
         made = []
-        began = min((pack.began for pack in self._packs), default=0.0)
         for pack in self._packs:
             layout = lay_out(pack.items, pack.room)
+            before = perf_counter()
             pack.writer.finish(layout.header)
+            pack.waited += perf_counter() - before
             made.append(PackRef(key=pack.key, nbytes=layout.nbytes, header=digest(layout.header)))
             self.file_bytes += layout.nbytes
-        observe(self._store.url, self.file_bytes, perf_counter() - began, self._encoding)
+        waited = sum(pack.waited for pack in self._packs)
+        observe(self._store.url, self.file_bytes, waited + self._encoding, self._encoding, self._encoded)
         return made
 
     def earlier(self) -> list[PackRef]:
@@ -185,6 +191,7 @@ class Packer:
             before = perf_counter()
             encoded = encode(data, codec_of(width), width)
             self._encoding += perf_counter() - before
+            self._encoded += output.nbytes
             if len(encoded) < output.nbytes:
                 codec, data = codec_of(width), encoded
                 item = PackItem(output.name, "uint8", (len(encoded),), len(encoded))

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Chunks:
-    """What one rank does with the chunks that it reads or receives (a :class:`~ckpt.runtime.broadcast.Cargo`).
+    """What one rank does with the chunks that it reads or receives (a :class:`~ckpt.runtime.cargo.Cargo`).
 
     Args:
         store: used by several threads at once.

@@ -8,7 +8,8 @@ import msgspec
 
 from ckpt.errors import CkptError, to_wire
 from ckpt.plan.read_plan import Places, plan_alone, plan_together, runs_of_numbers
-from ckpt.runtime.broadcast import Outcome, Transfer, settle
+from ckpt.runtime.broadcast import Transfer
+from ckpt.runtime.cargo import Outcome, settle
 from ckpt.runtime.fabric import fabric_of
 from ckpt.runtime.handing import hand_index
 from ckpt.runtime.placing import Chunks

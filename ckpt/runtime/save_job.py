@@ -23,6 +23,7 @@ from ckpt.layout.spec import BUFFER
 from ckpt.repo.repository import Repository, attempt_marker
 from ckpt.report import SaveReport
 from ckpt.runtime.agree import Hello, cached_plan, exchange_hellos, job_plan, layout_digest
+from ckpt.runtime.behind import unheard
 from ckpt.runtime.choosing import SAMPLE_BYTES, ZSTD, check_asked, decide
 from ckpt.runtime.comparing import IN_SAVE, Question, ask, underived
 from ckpt.runtime.describing import host_name
@@ -157,6 +158,7 @@ class SaveJob:
             cached=self._cached.layout if self._cached else b"",
             objects={f"{i.kind}:{i.name}": i.identity for i in one.items},
             host=host_name(),
+            failed=unheard(),
         )
 
     # -- begin ----------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ckpt.errors import RankFailure
+from ckpt.runtime.agree import exchange_hellos, hello_of
 from ckpt.runtime.comm import Comm
 
 if TYPE_CHECKING:
@@ -82,6 +83,13 @@ class TorchComm(Comm):
     def _group(self) -> dist.ProcessGroup | None:
         return self._group_ref() if self._group_ref is not None else None
 
+    def _own_group(self) -> dist.ProcessGroup:
+        """Return the group; never None, which torch would take for the training's own."""
+        group = self._group
+        if group is None:
+            raise RuntimeError("destroy_process_group() was called before the operation had ended")
+        return group
+
     def make_group(self) -> None:
         """Make the group. A collective of the default group, so only for the thread that trains."""
         limit = timedelta(seconds=max(self.timeout, 10.0))
@@ -106,25 +114,27 @@ class TorchComm(Comm):
     def _exchange(self, payload: bytes) -> list[bytes]:
         if not self._grouped:
             return super()._exchange(payload)
+        group = self._own_group()
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world)]
-        dist.all_gather(sizes, torch.tensor([len(payload)], dtype=torch.int64), group=self._group)
+        dist.all_gather(sizes, torch.tensor([len(payload)], dtype=torch.int64), group=group)
         longest = max(1, *(int(s) for s in sizes))
         mine = torch.zeros(longest, dtype=torch.uint8)
         mine[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8) if payload else mine[:0]
         rows = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.world)]
-        dist.all_gather(rows, mine, group=self._group)
+        dist.all_gather(rows, mine, group=group)
         return [row[: int(n)].numpy().tobytes() for row, n in zip(rows, sizes, strict=True)]
 
     def _deliver(self, payloads: Mapping[int, bytes], sizes: Mapping[int, int]) -> dict[int, bytes]:
         """One collective with a part for each pair of ranks; most pairs have none."""
         if not self._grouped:
             return super()._deliver(payloads, sizes)
+        group = self._own_group()
         outgoing = [payloads.get(r, b"") for r in range(self.world)]
         incoming = [sizes.get(r, 0) for r in range(self.world)]
         flat = bytearray(b"".join(outgoing)) or bytearray(1)
         sent = torch.frombuffer(flat, dtype=torch.uint8)[: sum(map(len, outgoing))]
         got = torch.empty(sum(incoming), dtype=torch.uint8)
-        dist.all_to_all_single(got, sent, incoming, list(map(len, outgoing)), group=self._group)
+        dist.all_to_all_single(got, sent, incoming, list(map(len, outgoing)), group=group)
         data, ends = got.numpy().tobytes(), list(accumulate(incoming))
         return {r: data[end - n : end] for r, (n, end) in enumerate(zip(incoming, ends, strict=True)) if n}
 
@@ -164,6 +174,7 @@ def background_communicator(timeout: float | None) -> Comm:
     if _behind is None or _behind[0]() is not world:
         comm = TorchComm(_generation, "ckpt-async", makes_groups=False)
         with front.joint("async_save", timeout):
+            exchange_hellos(front, lambda: hello_of("async_save"))  # a rank that came to save would not make a group
             comm.make_group()
         _behind = (weakref.ref(world, _forget), comm)
     return _behind[1]

@@ -87,7 +87,7 @@ class ObjectWriter(Protocol):
 
 @runtime_checkable
 class Store(Protocol):
-    """One backend. Safe to use from several processes at once; one instance per thread."""
+    """One backend. Safe to use from several processes and threads at once."""
 
     url: str
     """Where it is, for messages."""

@@ -1,7 +1,11 @@
 """Host memory for bytes on their way to a store: page-aligned blocks, reused, and never more than a budget.
 
 Blocks are reused because copying into fresh pages costs three times as much as into warm ones (the kernel zeroes them
-first), page-aligned because direct I/O asks for it, and counted because a checkpoint must not push a job out of memory.
+first), aligned because direct I/O asks for it, in huge pages where there are any because the device then gets few long
+pieces instead of many short ones, and counted because a checkpoint must not push a job out of memory.
+
+The local store writes and reads without a copy what lies in memory as it lies in the file, modulo the page size. So who
+fills a block for position ``p`` of an object starts at ``block[p % PAGE]``.
 """
 
 from __future__ import annotations
@@ -9,6 +13,7 @@ from __future__ import annotations
 import mmap
 import threading
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,6 +25,8 @@ if TYPE_CHECKING:
 
     Block = npt.NDArray[np.uint8]
 
+PAGE = 4096
+_HUGE = 2 << 20
 BLOCK_BYTES = 4 << 20
 DEFAULT_BUDGET = 256 << 20
 """Bytes of host memory that a save or load may use on one rank beside the live state."""
@@ -61,9 +68,9 @@ class Blocks:
                 if self._free:
                     return self._free.pop()  # the one that was used last: its pages are the likeliest to be in a cache
                 if (self._made + 1) * self.size <= self.budget:
+                    block = _new_block(self.size)
                     self._made += 1
-                    # Anonymous memory of its own: page-aligned, and given back to the system when the pool goes.
-                    return np.frombuffer(mmap.mmap(-1, self.size), np.uint8)
+                    return block
                 left = None if deadline is None else deadline - time.monotonic()
                 if left is not None and left <= 0:
                     return None
@@ -74,3 +81,16 @@ class Blocks:
         with self._changed:
             self._free.append(block)
             self._changed.notify()
+
+
+def _new_block(size: int) -> Block:
+    """Return anonymous memory of its own, which goes back to the system with the last view of it."""
+    if size < _HUGE or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return np.frombuffer(mmap.mmap(-1, size), np.uint8)
+    # Address space for the alignment costs no memory: what is never touched has no pages.
+    memory = mmap.mmap(-1, size + _HUGE)
+    with suppress(OSError):  # a kernel without huge pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    whole = np.frombuffer(memory, np.uint8)
+    start = -whole.ctypes.data % _HUGE
+    return whole[start : start + size]

@@ -5,9 +5,9 @@ claim is alone: later ones see *its* claim, because each puts its own before it 
 free, writes, and takes its claim back. Of several the one with the smallest name stays and the others step back.
 
 What this needs: an object that was put is in every listing that begins afterwards. What it cannot give: a claim whose
-writer died has to be removed at some time. It is, when another writer has seen it for ``PATIENCE`` seconds. So two
-writers may both succeed if one was stopped for longer than that between its last look and the end of its write, and
-then went on.
+writer died has to be removed at some time. It is, when another writer has seen it for ``PATIENCE`` seconds (a living
+writer that waits renames its claim much sooner). So two writers may both succeed if one was stopped, or its write was
+under way, for half of that between its last look and the end of its write, and it then went on.
 """
 
 from __future__ import annotations
@@ -63,39 +63,60 @@ def put_if_absent(
         ObjectExists: it does, or another writer came first.
         StoreUnavailable: others were in the way for four times ``patience``.
     """
-    mine, first_seen, began, pause = os.urandom(8).hex(), dict[str, float](), clock(), _SHORTEST
+    claim, seen, began, pause = _Claim(door, patience, clock), dict[str, float](), clock(), _SHORTEST
     try:
-        door.claim(mine)
-        held = True
+        claim.take()
         while True:
-            looked = clock()
-            others = door.claims() - {mine}
+            listed = door.claims()
+            looked, others = clock(), listed - {claim.name}
             if door.exists():  # after the look: whoever was there before it has written by now
                 raise ObjectExists(f"{door.key!r} exists already in {door.url}", door.key)
-            if held and not others:
-                if clock() - looked < patience / 4:
-                    door.write()
-                    return
-                continue  # the store was so slow that others may take this writer for dead: look again
+            if not others and claim.held and claim.name in listed and claim.age() < patience / 2:
+                door.write()
+                return
             if looked - began > 4 * patience:
                 text = f"create {door.key!r} in {door.url}: other writers hold claims on it"
                 raise StoreUnavailable(text, door.key)
-            first_seen = {name: first_seen.get(name, looked) for name in others}
-            for name in [name for name, since in first_seen.items() if looked - since > patience]:
+            seen = {name: seen.get(name, looked) for name in others}
+            for name in [name for name, since in seen.items() if looked - since > patience]:
                 door.withdraw(name)  # its writer is dead, or as good as dead
                 others.discard(name)
-            held = _step(door, mine, held, bool(others) and min(others) < mine)
-            sleep(pause * (0.5 + os.urandom(1)[0] / 256))
-            pause = min(2 * pause, _LONGEST)
+            if others and min(others) < claim.name:
+                claim.drop()
+            else:
+                claim.keep()
+            if others or not claim.held:
+                sleep(pause * (0.5 + os.urandom(1)[0] / 256))
+                pause = min(2 * pause, _LONGEST)
     finally:
         with suppress(StoreError):  # what became of the object is the news; a claim that stays is found to be dead
-            door.withdraw(mine)
+            claim.drop()
 
 
-def _step(door: Door, mine: str, held: bool, behind: bool) -> bool:
-    """Step back if a smaller claim is there, forward if none is; return whether the claim is held now."""
-    if behind and held:
-        door.withdraw(mine)
-    elif not behind and not held:
-        door.claim(mine)
-    return not behind
+class _Claim:
+    """This writer's claim. It gets a new name while its writer waits: one that stays the same is a dead writer's."""
+
+    def __init__(self, door: Door, patience: float, clock: Callable[[], float]) -> None:
+        self.door, self.patience, self.clock = door, patience, clock
+        self.name, self.held, self.since = os.urandom(8).hex(), False, 0.0
+
+    def age(self) -> float:
+        """Return the seconds since nobody can have seen it yet."""
+        return self.clock() - self.since
+
+    def take(self) -> None:
+        self.since, self.held = self.clock(), True  # from before: the put itself may be slow, or fail half way
+        self.door.claim(self.name)
+
+    def drop(self) -> None:
+        if self.held:
+            self.door.withdraw(self.name)
+        self.held = False
+
+    def keep(self) -> None:
+        """Hold it, under a name that others have not seen for long."""
+        if self.held and self.age() > self.patience / 4:
+            self.drop()
+            self.name = os.urandom(8).hex()
+        if not self.held:
+            self.take()

@@ -19,11 +19,11 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from ckpt.errors import AccessDenied, ConfigError, ObjectExists, ObjectNotFound, StoreError
 from ckpt.store.base import Buffer, ObjectInfo, check_key
-from ckpt.store.claims import CLAIM, put_if_absent
+from ckpt.store.claims import put_if_absent
+from ckpt.store.fsspec_create import StoreDoor, create_option
 from ckpt.store.fsspec_errors import mapped
 from ckpt.store.fsspec_info import modified_of
 from ckpt.store.fsspec_url import parse
-from ckpt.store.local import TEMP
 from ckpt.store.spool import SpoolWriter
 
 if TYPE_CHECKING:
@@ -34,17 +34,11 @@ if TYPE_CHECKING:
 OBJECTS = {"memory", "gs", "gcs", "s3", "s3a", "az", "abfs", "abfss", "oss", "oci", "ocilake", "hf"}
 """Protocols of object stores: no folders, and an upload is invisible until it is whole."""
 
-_CREATE: dict[str, tuple[str, object]] = {
-    "gs": ("mode", "create"), "gcs": ("mode", "create"), "s3": ("mode", "create"), "s3a": ("mode", "create"),
-    "az": ("overwrite", False), "abfs": ("overwrite", False), "abfss": ("overwrite", False),
-}  # fmt: skip
-"""The option of ``pipe_file`` that makes the *server* refuse an existing key. fsspec's own ``mode="create"`` only looks
-before it writes, so what is not listed here does not count as a conditional write."""
-
 _SAFE_RMDIR = {"local", "file", "sftp", "ssh", "ftp", "smb"}
 """Of hdfs it is not: there ``rmdir`` removes all that is below, also what another writer has just put there."""
 
 _NONCE = "ckpt-put"
+_TEMP = ".tmp-"
 _SLICE = 1 << 20
 _AT_ONCE = 64 << 20
 _MEMORY = threading.RLock()
@@ -125,7 +119,7 @@ class FsspecStore:
         if overwrite:
             self._replace(key, path, value)
         elif not self._create(key, path, value):
-            put_if_absent(_Door(self, key, path, value))
+            put_if_absent(StoreDoor(self, key, value))
 
     def _create(self, key: str, path: str, value: bytes) -> bool:
         """Store ``value`` if the key is absent, where the file system itself can; return whether it can."""
@@ -139,7 +133,7 @@ class FsspecStore:
                         fs.link(temp, path)
                         fs.rm_file(temp)
                     return True
-                option = _create_option(fs, self.protocol)
+                option = create_option(fs, self.protocol)
                 if option is not None:
                     self._create_once(fs, path, value, option)
                 return option is not None
@@ -177,7 +171,7 @@ class FsspecStore:
         """Yield the name of a new file with the bytes of ``source`` beside ``path``; removed if the body fails."""
         parent, _, name = path.rpartition("/")
         fs.makedirs(parent, exist_ok=True)
-        temp = f"{parent}/{TEMP}{os.urandom(8).hex()}-{name}"[: len(parent) + 256]
+        temp = f"{parent}/{_TEMP}{os.urandom(8).hex()}-{name}"[: len(parent) + 256]
         try:
             with fs.open(temp, "wb") as out:
                 shutil.copyfileobj(source, out, _SLICE)
@@ -293,6 +287,7 @@ class FsspecStore:
         with self._calling(key, "stat") as fs:
             info = self._info(fs, self._path(key))
             if info is None:
+                self._check_bucket(fs)
                 return None
             if info["type"] == "directory":
                 return None if self._flat else 0  # of an object store, a prefix; else something that has this name
@@ -349,56 +344,14 @@ class FsspecStore:
             return [(name.rpartition("/")[2], info) for name, info in rows if name != path]
 
     def _check_bucket(self, fs: Any) -> None:
-        """An empty listing of a bucket that does not exist would be "no checkpoints"."""
+        """Nothing in a bucket that does not exist would be "no checkpoints". Asked once."""
         if not self._bucket:
             return
         try:
             with mapped("", self.url, "list"):
                 fs.info(self._bucket)
         except AccessDenied:
-            return  # objects may be listed without the right to look at the bucket
+            pass  # objects may be listed without the right to look at the bucket
         except ObjectNotFound as error:
-            raise StoreError(f"list {self.url}: no bucket {self._bucket!r}") from error
-
-
-def _create_option(fs: Any, protocol: str) -> dict[str, object] | None:
-    """Return how ``pipe_file`` is told to create, if the installed version of the backend knows it."""
-    if protocol not in _CREATE:
-        return None
-    name, value = _CREATE[protocol]
-    function = getattr(type(fs), "_pipe_file", None)
-    code = getattr(function, "__code__", None)
-    return {name: value} if code is not None and name in code.co_varnames[: code.co_argcount] else None
-
-
-class _Door:
-    """See :class:`~ckpt.store.claims.Door`."""
-
-    def __init__(self, store: FsspecStore, key: str, path: str, value: bytes) -> None:
-        self.store, self.key, self.url, self.path, self.value = store, key, store.url, path, value
-        folder, _, self.name = key.rpartition("/")
-        self.folder, self.prefix = folder, f"{folder}/" if folder else ""
-
-    def exists(self) -> bool:
-        return self.store.size(self.key) is not None
-
-    def claims(self) -> set[str]:
-        tail = f"-{self.name}"
-        names = [n for n in self.store.children(self.folder) if n.startswith(CLAIM) and n.endswith(tail)]
-        return {name for name in (n[len(CLAIM) : -len(tail)] for n in names) if "-" not in name}
-
-    def _claim_key(self, name: str) -> str:
-        return f"{self.prefix}{CLAIM}{name}-{self.name}"
-
-    def claim(self, name: str) -> None:
-        key = self._claim_key(name)
-        self.store._replace(key, self.store._path(key), name.encode())
-
-    def withdraw(self, name: str) -> None:
-        self.store.delete(self._claim_key(name))
-
-    def write(self) -> None:
-        self.store._replace(self.key, self.path, self.value)
-        found = self.store.get(self.key)
-        if found != self.value:  # a writer that does not know claims, or one that was taken for dead
-            raise ObjectExists(f"{self.key!r} in {self.url} is another writer's", self.key)
+            raise StoreError(f"{self.url}: no bucket {self._bucket!r}") from error
+        self._bucket = ""

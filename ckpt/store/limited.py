@@ -72,7 +72,7 @@ class Rate:
             nbytes -= part
 
     def give_back(self, nbytes: int) -> None:
-        """Tell that of what was taken ``nbytes`` did not move."""
+        """Tell that of what was taken ``nbytes`` did not move (negative: so many more did)."""
         with self._lock:
             self._free_at -= nbytes / self.bytes_per_s
 
@@ -103,30 +103,32 @@ class Limited(Forward):
 
     def get(self, key: str, start: int = 0, nbytes: int | None = None) -> bytes:
         """See :class:`~ckpt.store.base.Store`. More than a second's worth comes in several requests."""
-        if nbytes is None or nbytes > self.rate.bytes_per_s:
+        expected = nbytes
+        if expected is None or expected > self.rate.bytes_per_s:
             size = self.inner.size(key)
             left = 0 if size is None else max(0, size - start)  # None: the store below says so in its own words
-            nbytes = left if nbytes is None else min(nbytes, left)
-        if nbytes <= self.rate.bytes_per_s:
-            return self._piece(key, start, nbytes)
+            expected = left if nbytes is None else min(expected or 0, left)
+        if expected <= self.rate.bytes_per_s:
+            return self._piece(key, start, nbytes, expected)  # as it was asked: the object may be another by now
         parts, done = [], 0
-        while done < nbytes:
-            part = self._piece(key, start + done, min(self.rate.slice, nbytes - done))
+        while done < expected:
+            want = min(self.rate.slice, expected - done)
+            part = self._piece(key, start + done, want, want)
             if not part:
                 break
             parts.append(part)
             done += len(part)
         return b"".join(parts)
 
-    def _piece(self, key: str, start: int, nbytes: int) -> bytes:
-        self.rate.take(nbytes)
+    def _piece(self, key: str, start: int, nbytes: int | None, expected: int) -> bytes:
+        self.rate.take(expected)
         moved = 0
         try:
             data = self.inner.get(key, start, nbytes)
             moved = len(data)
             return data
         finally:
-            self.rate.give_back(nbytes - moved)
+            self.rate.give_back(expected - moved)
 
     def read_into(self, key: str, start: int, buffer: memoryview) -> int:
         """See :class:`~ckpt.store.base.Store`. In slices, so that a large read is even and others come between."""

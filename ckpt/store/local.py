@@ -10,28 +10,19 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from ckpt.errors import AccessDenied, ObjectExists, ObjectNotFound, StoreError, StoreFull, StoreUnavailable
-from ckpt.store.base import Buffer, ObjectInfo, check_head, check_key
+from ckpt.errors import ObjectExists, StoreError
+from ckpt.store.base import Buffer, ObjectInfo, check_key
+from ckpt.store.local_system import DIRECT_BYTES, REFUSED, Device, mapped, mostly_cached, set_direct
+from ckpt.store.local_writer import LocalWriter, sync_dir
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from ckpt.store.blocks import Blocks
 
-TEMP = ".tmp-"
-"""Prefix of the last part of a temporary file's name: garbage if its writer is dead."""
-
-_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-_DENIED = {errno.EACCES, errno.EPERM, errno.EROFS}
-_BUSY = {
-    errno.EAGAIN, errno.EINTR, errno.ESTALE, errno.ETIMEDOUT, errno.EBUSY,
-    errno.EMFILE, errno.ENFILE, errno.ENOMEM,  # this process or host is short of something; the file may be whole
-    errno.ENOTCONN, errno.ECONNREFUSED, errno.ECONNRESET, errno.ECONNABORTED,  # a mount whose server is gone
-    errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETUNREACH,
-}  # fmt: skip
 _KINDS = {
     stat.S_IFDIR: "directory",
     stat.S_IFIFO: "FIFO",
@@ -39,38 +30,6 @@ _KINDS = {
     stat.S_IFBLK: "block device",
     stat.S_IFSOCK: "socket",
 }
-
-
-@contextmanager
-def _mapped(key: str, url: str, doing: str) -> Iterator[None]:
-    """The seam at which operating-system errors become ours."""
-    try:
-        yield
-    except OSError as error:
-        if isinstance(error, StoreError):
-            raise
-        text = f"{doing} {key!r} in {url}: {error.strerror or error}"
-        if error.errno in _FULL:
-            raise StoreFull(f"{text} (disk or quota full)", key) from error
-        if error.errno in _DENIED:
-            raise AccessDenied(text, key) from error
-        if error.errno in (errno.ENOENT, errno.ENOTDIR):
-            raise ObjectNotFound(text, key) from error
-        if error.errno in _BUSY:
-            raise StoreUnavailable(text, key) from error
-        raise StoreError(text, key) from error
-
-
-def _sync_dir(path: str) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    except OSError as error:
-        # Some network file systems have no fsync for directories; there the server orders metadata itself.
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
-            raise
-    finally:
-        os.close(fd)
 
 
 class LocalStore:
@@ -82,6 +41,13 @@ class LocalStore:
         # For messages and other ranks: a name that is not UTF-8 is lone surrogates in Python, which cannot be sent.
         self.url = self.root.encode("utf-8", "backslashreplace").decode()
         self._synced: set[str] = set()
+        self._device: Device | None = None
+
+    def device(self, fd: int) -> Device:
+        """Return what the file system of this store can do; ``fd``: one of its files, asked if none was yet."""
+        if self._device is None:
+            self._device = Device(fd)
+        return self._device
 
     def _path(self, key: str) -> str:
         return os.path.join(self.root, *check_key(key).split("/"))
@@ -108,7 +74,7 @@ class LocalStore:
                     raise
                 return self._make_parent(path, again=False)
             # Also when another rank made it: its sync may not have happened yet, and ours must not depend on it.
-            _sync_dir(os.path.dirname(directory))
+            sync_dir(os.path.dirname(directory))
         return parent
 
     def put(self, key: str, data: Buffer, *, overwrite: bool = False) -> None:
@@ -117,13 +83,13 @@ class LocalStore:
         with LocalWriter(self, key) as out:
             out.write(data)
             out.sync()
-            with _mapped(key, self.url, "publish"):
+            with mapped(key, self.url, "publish"):
                 if overwrite:
                     os.replace(out.temp, path)
                 else:
                     self._link(out.temp, path, key)
                 out.published = True
-                _sync_dir(os.path.dirname(path))
+                sync_dir(os.path.dirname(path))
                 self._sync_up(os.path.dirname(path))
 
     def _sync_up(self, path: str) -> None:
@@ -131,7 +97,7 @@ class LocalStore:
         while path != self.root:
             path = os.path.dirname(path)
             if path not in self._synced:
-                _sync_dir(path)
+                sync_dir(path)
                 self._synced.add(path)
 
     def _link(self, temp: str, path: str, key: str) -> None:
@@ -156,7 +122,7 @@ class LocalStore:
 
     def get(self, key: str, start: int = 0, nbytes: int | None = None) -> bytes:
         """See :class:`~ckpt.store.base.Store`."""
-        with _mapped(key, self.url, "read"), open(self._open(key), "rb") as file:
+        with mapped(key, self.url, "read"), open(self._open(key), "rb") as file:
             file.seek(start)
             # A number from a file may be of any size; Python would allocate that much before it reads.
             left = max(0, os.fstat(file.fileno()).st_size - start)
@@ -185,23 +151,48 @@ class LocalStore:
             raise StoreError(f"read {key!r} in {self.url}: a {kind} is there, expected a file", key)
 
     def read_into(self, key: str, start: int, buffer: memoryview) -> int:
-        """See :class:`~ckpt.store.base.Store`."""
-        with _mapped(key, self.url, "read"):
+        """See :class:`~ckpt.store.base.Store`.
+
+        Long reads of what the page cache does not have pass by it, without a copy, if the memory lies as the file does:
+        its address is ``start`` modulo 4096. To open the file each time costs nothing beside such a read, nothing can
+        be stale, and threads do not disturb each other.
+        """
+        with mapped(key, self.url, "read"):
             fd = self._open(key)
             try:
-                done = 0
-                while done < len(buffer):
-                    count = os.preadv(fd, [buffer[done:]], start + done)
-                    if not count:
-                        break
-                    done += count
-                return done
+                return self._fill(fd, start, buffer.cast("B"))
             finally:
                 os.close(fd)
 
+    def _fill(self, fd: int, start: int, view: memoryview) -> int:
+        device = self.device(fd)
+        cold = device.cached and len(view) >= DIRECT_BYTES and not mostly_cached(fd, start, len(view))
+        done, is_direct = 0, False
+        while done < len(view):
+            rest = view[done:]
+            length, direct = device.next_part(rest, start + done) if cold else (len(rest), False)
+            # Of what is read through the cache, little is not worth reading ahead for, and much need not stay.
+            flags = device.dropping if cold and not direct and length >= DIRECT_BYTES else 0
+            try:
+                if cold and not direct and length < DIRECT_BYTES:
+                    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
+                if direct != is_direct:
+                    set_direct(fd, direct)
+                    is_direct = direct
+                count = os.preadv(fd, [rest[:length]], start + done, flags)
+            except OSError as error:
+                if error.errno not in REFUSED or not (direct or flags):
+                    raise
+                device.refuse(direct)  # it promised more than it has
+                continue
+            if not count:
+                break
+            done += count
+        return done
+
     def size(self, key: str) -> int | None:
         """See :class:`~ckpt.store.base.Store`."""
-        with _mapped(key, self.url, "stat"):
+        with mapped(key, self.url, "stat"):
             try:
                 return os.stat(self._path(key)).st_size
             except (FileNotFoundError, NotADirectoryError):
@@ -213,7 +204,7 @@ class LocalStore:
 
     def walk(self, prefix: str) -> Iterator[ObjectInfo]:
         """See :class:`~ckpt.store.base.Store`."""
-        with _mapped(prefix, self.url, "list"):
+        with mapped(prefix, self.url, "list"):
             for folder, _, names in os.walk(self._folder(prefix), onerror=_raise_unless_gone):
                 for name in names:
                     path = os.path.join(folder, name)
@@ -225,7 +216,7 @@ class LocalStore:
 
     def children(self, prefix: str) -> list[str]:
         """See :class:`~ckpt.store.base.Store`."""
-        with _mapped(prefix, self.url, "list"):
+        with mapped(prefix, self.url, "list"):
             try:
                 return os.listdir(self._folder(prefix))
             except FileNotFoundError:
@@ -233,12 +224,12 @@ class LocalStore:
 
     def delete(self, key: str) -> None:
         """See :class:`~ckpt.store.base.Store`."""
-        with _mapped(key, self.url, "delete"), suppress(FileNotFoundError):
+        with mapped(key, self.url, "delete"), suppress(FileNotFoundError):
             os.unlink(self._path(key))
 
     def remove_folder(self, prefix: str) -> None:
         """See :class:`~ckpt.store.base.HasFolders`."""
-        with _mapped(prefix, self.url, "remove"):
+        with mapped(prefix, self.url, "remove"):
             try:
                 os.rmdir(self._path(prefix))
             except OSError as error:
@@ -249,57 +240,3 @@ class LocalStore:
 def _raise_unless_gone(error: OSError) -> None:
     if not isinstance(error, FileNotFoundError) and error.errno != errno.ELOOP:  # nothing is below a link to itself
         raise error
-
-
-class LocalWriter:
-    """A temporary file beside the final name; see :class:`~ckpt.store.base.ObjectWriter`."""
-
-    def __init__(self, store: LocalStore, key: str, head: int = 0) -> None:
-        self.key, self.store, self.head = key, store, head
-        self.path = store._path(key)
-        self.published = False
-        with _mapped(key, store.url, "create"):
-            parent = store._make_parent(self.path)
-            # The name must be unique across hosts; os.urandom, because a save must not move the user's RNG streams.
-            name = f"{TEMP}{os.urandom(8).hex()}-{os.path.basename(self.path)}"
-            self.temp = os.path.join(parent, name[:255])
-            self.fd = os.open(self.temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-            os.lseek(self.fd, head, os.SEEK_SET)
-
-    def write(self, data: Buffer) -> None:
-        """Append all of ``data`` (a short write is continued)."""
-        with _mapped(self.key, self.store.url, "write"):
-            view = memoryview(data).cast("B")
-            while view:
-                view = view[os.write(self.fd, view) :]
-
-    def sync(self) -> None:
-        """Bring the bytes to the disk and close."""
-        with _mapped(self.key, self.store.url, "sync"):
-            os.fsync(self.fd)
-            fd, self.fd = self.fd, -1
-            os.close(fd)  # a network file system may report a lost write only here
-
-    def finish(self, head: Buffer = b"") -> None:
-        """Publish under the final name, durably."""
-        check_head(head, self.head, self.key)
-        if head:
-            with _mapped(self.key, self.store.url, "write"):
-                os.lseek(self.fd, 0, os.SEEK_SET)
-            self.write(head)
-        self.sync()
-        with _mapped(self.key, self.store.url, "publish"):
-            os.rename(self.temp, self.path)
-            self.published = True
-            _sync_dir(os.path.dirname(self.path))
-
-    def __enter__(self) -> LocalWriter:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        if self.fd >= 0:
-            with suppress(OSError):
-                os.close(self.fd)
-        if not self.published:
-            with suppress(OSError):
-                os.unlink(self.temp)

@@ -201,7 +201,7 @@ class S3Store:
         for page in self._pages(prefix):
             for item in page.get("Contents", ()):
                 if not item["Key"].endswith("/"):
-                    yield ObjectInfo(item["Key"][skip:], int(item["Size"]))
+                    yield ObjectInfo(item["Key"][skip:], int(item["Size"]), item["LastModified"].timestamp())
 
     def children(self, prefix: str) -> list[str]:
         """See :class:`~ckpt.store.base.Store`."""

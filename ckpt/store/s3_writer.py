@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ckpt.errors import CkptError, StoreError, StoreUnavailable
+from ckpt.errors import AccessDenied, CkptError, StoreError, StoreUnavailable
 from ckpt.store.base import Buffer, check_head
 from ckpt.store.blocks import Blocks
 from ckpt.store.s3_client import Body, crc32
@@ -309,7 +309,8 @@ class S3Writer:
         with suppress(CkptError):
             if self.upload:
                 self.store.abort_upload(self.key, self.upload, once)
-            if self.published and not self._state(once):  # finished there, and we could not know
+            # Finished there, perhaps, and we could not know.
+            if self.published and not isinstance(exc[1], AccessDenied) and not self._state(once):
                 self.store.delete(self.key)
 
 

@@ -53,6 +53,7 @@ class SpoolWriter:
         """Upload and publish."""
         self._put(check_head(head, self.head, self.key), 0)
         self._upload(f"/proc/self/fd/{self._file.fileno()}")
+        self._file.close()
 
     def __enter__(self) -> SpoolWriter:
         return self

@@ -22,7 +22,7 @@ class OnServer(StoreSuite):
 
     def raw(self, store, key):
         try:
-            return self.server.client().get_object(Bucket=self.bucket, Key=f"{self.prefix}/{key}")["Body"].read()
+            return self.server.client.get_object(Bucket=self.bucket, Key=f"{self.prefix}/{key}")["Body"].read()
         except ClientError as error:
             if error.response["Error"]["Code"] == "NoSuchKey":
                 return None
@@ -36,6 +36,8 @@ class TestWeed(OnServer):
 
 
 class TestMoto(OnServer):
+    keeps_in_memory = True  # the server is in this process
+
     @pytest.fixture(autouse=True)
     def _server(self, moto):
         self.server = moto

@@ -1,7 +1,8 @@
 """A machine that stops at the k-th operation on its disk, and what is left then.
 
-The patched calls are those of ``ckpt.store.local`` (it calls ``os.<name>``). After the crash every further call of the
-dead rank stops as well, clean-up included, as after SIGKILL or a power cut of one node.
+The patched calls are those of ``ckpt.store.local`` and its writer (they call ``os.<name>``; ``pwritev`` is logged as a
+write). After the crash every further call of the dead rank stops as well, clean-up included, as after SIGKILL or a
+power cut of one node.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from unittest import mock
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-CHANGING = ("write", "fsync", "link", "rename", "replace", "mkdir", "unlink", "rmdir", "open", "close")
+CHANGING = ("pwritev", "fsync", "link", "rename", "replace", "mkdir", "unlink", "rmdir", "open", "close")
 
 
 class Crash(BaseException):
@@ -52,7 +53,8 @@ class Machine:
 
     @contextmanager
     def on(self) -> Iterator[Machine]:
-        with mock.patch("ckpt.store.local.os", _Os(self)):
+        system = _Os(self)
+        with mock.patch("ckpt.store.local.os", system), mock.patch("ckpt.store.local_writer.os", system):
             yield self
 
 
@@ -73,12 +75,12 @@ def _counted(machine: Machine, name: str, real: Any) -> Any:
             return real(*args, **options)
         machine.check()
         machine.count += 1
-        machine.log.append(name)
+        machine.log.append("write" if name == "pwritev" else name)
         if machine.count != machine.at:
             return real(*args, **options)
         machine.dead, machine.died_at = True, time.monotonic()
-        if name == "write" and machine.torn:
-            real(args[0], bytes(args[1])[: len(args[1]) // 2])
+        if name == "pwritev" and machine.torn:
+            real(args[0], [args[1][0][: len(args[1][0]) // 2]], args[2])
         elif machine.after:
             real(*args, **options)
         raise Crash

@@ -13,13 +13,13 @@ import torch
 import ckpt
 from ckpt.errors import CkptError
 from ckpt.runtime.comm import Comm
-from ckpt.store import local
+from ckpt.store import local, local_writer
 from tests.e2e.job_cases import fingerprint
 from tests.harness.models import make_engine, train
 from tests.property.fake import FakeEngine, small_model, zero1
 
 ENGINE = {"stage": 2, "dtype": "bf16"}
-OPERATIONS = ("open", "mkdir", "write", "fsync", "link", "rename", "unlink", "close")
+OPERATIONS = ("open", "mkdir", "pwritev", "fsync", "link", "rename", "unlink", "close")
 
 
 class Counter:
@@ -53,7 +53,7 @@ class Counter:
 
                 return counted
 
-        local.os = Wrapped()  # type: ignore[attr-defined,assignment]
+        local.os = local_writer.os = Wrapped()  # type: ignore[attr-defined,assignment]
         # Which rank makes a directory is a race between them: counted, it would move all points behind it.
         make = local.LocalStore._make_parent
 
@@ -186,18 +186,18 @@ def slow_peer(rank: int, world: int, *, root: str) -> dict[str, Any]:
     job = make_engine(**ENGINE)
     train(job, 1)
     if rank == 1:
-        real = os.write
+        real = os.pwritev
 
         class Slow:
             def __getattr__(self, name: str) -> Any:
                 return getattr(os, name)
 
             @staticmethod
-            def write(fd: int, data: Any) -> int:
+            def pwritev(fd: int, data: Any, at: int) -> int:
                 time.sleep(0.06)
-                return real(fd, data)
+                return real(fd, data, at)
 
-        local.os = Slow()  # type: ignore[attr-defined,assignment]
+        local_writer.os = Slow()  # type: ignore[attr-defined,assignment]
     return _attempt(lambda: ckpt.save(job, root, timeout=2))
 
 

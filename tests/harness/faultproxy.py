@@ -55,7 +55,7 @@ class FaultProxy:
     """A running proxy to 127.0.0.1:``upstream``.
 
     ``latency``: seconds before each request; ``bandwidth``: bytes a second in each direction of all connections (0: as
-    fast as it goes). ``seen``: first lines of all requests.
+    fast as it goes). ``seen``: the heads of all requests.
     """
 
     upstream: int
@@ -75,8 +75,8 @@ class FaultProxy:
         return rule
 
     def count(self, pattern: str) -> int:
-        """Return how many requests there were of this kind."""
-        return sum(bool(re.search(pattern, line)) for line in self.seen)
+        """Return how many requests there were whose head has this."""
+        return sum(bool(re.search(pattern, head, re.MULTILINE | re.IGNORECASE)) for head in self.seen)
 
     @property
     def url(self) -> str:
@@ -126,7 +126,7 @@ class FaultProxy:
         try:
             while await self._request(reader, writer):
                 pass
-        except (OSError, asyncio.IncompleteReadError):  # a side that is gone: so is the connection
+        except (OSError, asyncio.IncompleteReadError, asyncio.CancelledError):  # a side, or the proxy, is gone
             pass
         finally:
             writer.close()
@@ -137,7 +137,7 @@ class FaultProxy:
         head = raw.decode("latin-1")
         rule = self._rule(head)
         act = rule.act if rule else ""
-        self.seen.append(head.partition("\r\n")[0])
+        self.seen.append(head)
         if self.latency:
             await asyncio.sleep(self.latency)
         if act == "reset":
@@ -194,8 +194,7 @@ class FaultProxy:
             sending.cancel()
         answer = raw.decode("latin-1")
         if act == "lose":
-            await server[0].read(PIECE)
-            return _reset(client[1])
+            return _reset(client[1])  # the head of the answer is there: it was done
         if rule and act == "answer after":
             return await _answer(client[1], rule)
         client[1].write(raw)

@@ -16,6 +16,7 @@ import socket
 import subprocess
 import time
 from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,12 +47,13 @@ class S3Server:
 
     url: str
 
-    def client(self, key: str = KEY, secret: str = SECRET) -> Any:
-        """Return a plain boto3 client, by which a test looks behind a store's back."""
+    @cached_property
+    def client(self) -> Any:
+        """A plain boto3 client, by which a test looks behind a store's back."""
         import boto3
         from botocore.config import Config
 
-        session = boto3.session.Session(key, secret, region_name="us-east-1")
+        session = boto3.session.Session(KEY, SECRET, region_name="us-east-1")
         retries = {"mode": "standard", "total_max_attempts": 1}
         return session.client("s3", endpoint_url=self.url, config=Config(retries=retries, read_timeout=20))
 
@@ -60,7 +62,7 @@ class S3Server:
         and after some dozens there is no room for more.)
         """
         with suppress(Exception):  # it is there
-            self.client().create_bucket(Bucket=BUCKET)
+            self.client.create_bucket(Bucket=BUCKET)
         return BUCKET, f"test-{os.getpid()}-{next(_numbers)}/root"
 
     @property
@@ -109,7 +111,7 @@ class Weed(S3Server):
         return self
 
     def _wait_ready(self, seconds: float = 60.0) -> None:
-        deadline, client = time.monotonic() + seconds, self.client()
+        deadline, client = time.monotonic() + seconds, self.client
         while True:
             try:
                 with suppress(client.exceptions.BucketAlreadyExists, client.exceptions.BucketAlreadyOwnedByYou):

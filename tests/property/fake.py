@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -27,6 +28,8 @@ from ckpt.runtime.staging import tensor_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from ckpt.runtime.handle import SaveHandle
 
 Key = tuple[str, str]
 PADDING = 0x5A
@@ -247,12 +250,31 @@ def _current() -> Comm:
     return _local.comm
 
 
+def _behind(timeout: float | None) -> Comm:
+    """The communicator of the current rank's asynchronous saves: keys of its own in the same store."""
+    front = _current()
+    if front not in _behinds:
+        kv = None if front.kv is None else dist.PrefixStore("behind", front.kv)  # type: ignore[arg-type]
+        _behinds[front] = Comm(kv, front.rank, front.world)  # type: ignore[arg-type]
+    return _behinds[front]
+
+
+_behinds: weakref.WeakKeyDictionary[Comm, Comm] = weakref.WeakKeyDictionary()
+
+
+class _Flight(threading.local):
+    """The last asynchronous save of each rank."""
+
+    handle: SaveHandle | None = None
+
+
 @contextmanager
 def thread_communicators(clock: Callable[[], float] = time.monotonic) -> Iterator[None]:
     """Let ``ckpt.save`` and ``ckpt.load`` find the communicator of the thread that calls them."""
     with ExitStack() as stack:
         stack.enter_context(mock.patch("ckpt.saving.communicator", _current))
-        stack.enter_context(mock.patch("ckpt.saving.background_communicator", lambda timeout: _current()))
+        stack.enter_context(mock.patch("ckpt.saving.background_communicator", _behind))
+        stack.enter_context(mock.patch("ckpt.runtime.behind._last", _Flight()))
         stack.enter_context(mock.patch("ckpt.loading.communicator", _current))
         stack.enter_context(mock.patch("ckpt.auditing.communicator", _current))
         stack.enter_context(mock.patch("ckpt.analyzing.communicator", _current))

@@ -11,11 +11,12 @@ import argparse
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -26,15 +27,16 @@ from rich.console import Console
 from benchmarks.engines import DTYPES, LAYOUTS
 from benchmarks.items import ITEMS
 from benchmarks.peers import NOT_RUN, PEERS
-from benchmarks.s3_server import die_with_parent, s3_server
+from benchmarks.s3_server import s3_server
 from benchmarks.stores import BUCKET
+from benchmarks.system import children_of, die_with_parent
 from benchmarks.table import markdown, tables
 
 REPO = Path(__file__).resolve().parents[2]
 STORES = ("tmpfs", "disk", "s3")
 WHAT = ("stall", "save", "load", "bytes", "memory", "digest")
 SMOKE: dict[str, Any] = {
-    "params": 4e5, "layouts": ["ddp", "zero1", "fsdp2"], "stores": ["tmpfs"], "runs": 1, "loops": 1, "steps": 4,
+    "params": 4e5, "layouts": ["zero1", "fsdp2"], "stores": ["tmpfs"], "runs": 1, "loops": 1, "steps": 4,
     "every": 2, "slope_saves": 4,
 }  # fmt: skip
 PACKAGES = ("torch", "deepspeed", "torchsnapshot", "torch_checkpointing", "dlrover", "bytecheckpoint", "safetensors")
@@ -68,7 +70,9 @@ def _one_layout(
     with tempfile.TemporaryDirectory(prefix="bench-", dir=options.dir, ignore_cleanup_errors=True) as folder:
         work = Path(folder)
         told = {
-            **{name: getattr(options, name) for name in ("params", "dtype", "peers", "runs", "loops", "steps", "every")},
+            **{
+                name: getattr(options, name) for name in ("params", "dtype", "peers", "runs", "loops", "steps", "every")
+            },
             **{name: getattr(options, name) for name in ("stall_stores", "slope_saves", "slope_peers")},
             "layout": layout,
             "stores": roots,
@@ -80,13 +84,18 @@ def _one_layout(
             ],
         }
         (work / "options.json").write_text(json.dumps(told))
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={options.world}"]
-        command += ["-m", "benchmarks.rank", str(work)]
+        # Like --standalone, but with an id that is known here: DLRover names what it leaves behind after it.
+        command = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
+        command += [f"--rdzv-id={work.name}", f"--nproc-per-node={options.world}", "-m", "benchmarks.rank", str(work)]
         with (work / "log").open("w") as log:
             job = subprocess.Popen(
                 command, stdout=log, stderr=subprocess.STDOUT, env=environment, preexec_fn=die_with_parent
             )
-            _follow(job, work / "progress", options.limit, console)
+            try:
+                _follow(job, work / "progress", options.limit, console)
+            finally:
+                _end(job)
+                _sweep(work.name)
         if options.log:
             shutil.copy(work / "log", f"{options.log}-{layout}")
         if job.returncode or not (work / "result.json").exists():
@@ -95,22 +104,39 @@ def _one_layout(
 
 
 def _follow(job: subprocess.Popen[bytes], progress: Path, limit: float, console: Console) -> None:
-    """Wait for a job, and say how far it is."""
+    """Wait for a job until it ends or its time is over, and say how far it is."""
     deadline, shown = time.monotonic() + limit, 0
     while True:
-        try:
+        with suppress(subprocess.TimeoutExpired):
             job.wait(0.5)
-        except subprocess.TimeoutExpired:
-            if time.monotonic() > deadline:
-                job.terminate()  # torch's launcher ends the ranks
-                job.wait()
-                return
         lines = progress.read_text().splitlines() if progress.exists() else []
         for line in lines[shown:]:
             console.print(f"  {line}", style="dim")
         shown = len(lines)
         if job.returncode is not None:
             return
+        if time.monotonic() > deadline:
+            console.print(f"  not finished in {limit:.0f} s")
+            return
+
+
+def _end(job: subprocess.Popen[bytes]) -> None:
+    """End a job with all that it has started: some systems' helpers know no parent."""
+    if job.returncode is not None:
+        return
+    below = children_of(job.pid)
+    job.kill()
+    job.wait()
+    for pid in below:
+        with suppress(OSError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _sweep(run: str) -> None:
+    """Remove the shared memory and the sockets that DLRover leaves behind, by the name of the run."""
+    for left in Path("/dev/shm").glob(f"{run}_*"):
+        left.unlink(missing_ok=True)
+    shutil.rmtree(Path("/tmp/ckpt_sock") / run, ignore_errors=True)
 
 
 def _versions() -> list[tuple[str, str]]:
@@ -136,11 +162,14 @@ def _parser() -> argparse.ArgumentParser:
                     raise argparse.ArgumentTypeError(f"{one!r}: expected some of {','.join(allowed)}")
             return [a for one in chosen for a in allowed if a.lower() == one.lower()]
 
-        parser.add_argument(f"--{name}", type=several, default=several(default), metavar="A,B", help=f"{text}: {allowed}")
+        parser.add_argument(
+            f"--{name}", type=several, default=several(default), metavar="A,B", help=f"{text}: {allowed}"
+        )
 
     choice("layouts", LAYOUTS, "ddp,zero1,zero3,fsdp2,hsdp", "what runs")
     choice("stores", STORES, "tmpfs,disk", "where checkpoints go")
-    choice("peers", tuple(PEERS), ",".join(PEERS), "which systems")
+    usual = ",".join(name for name, peer in PEERS.items() if not peer.yardstick)
+    choice("peers", tuple(PEERS), usual, "which systems; default: all but the yardsticks")
     choice("items", WHAT, ",".join(WHAT), "what is measured")
     choice("stall-stores", STORES, "disk", "stores of the stall (default disk, or the first)")
     choice("slope-peers", tuple(PEERS), "ckpt", "systems whose memory is watched over many saves")
@@ -172,6 +201,7 @@ def main() -> None:
     options = parser.parse_args()
     if not set(options.stall_stores) & set(options.stores):
         options.stall_stores = options.stores[:1]
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by a signal"))  # not without ending the job
     options.dir = options.dir.resolve()
     options.dir.mkdir(parents=True, exist_ok=True)
     console = Console(width=None if sys.stdout.isatty() else 170, highlight=False)
@@ -183,7 +213,7 @@ def main() -> None:
         options.json.write_text(json.dumps(result, indent=1) + "\n")
     for table in tables(result):
         if options.md:
-            print(markdown(table))  # noqa: T201
+            print(markdown(table))
         else:
             console.print(table.rich())
     if options.plot:

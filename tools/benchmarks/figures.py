@@ -37,18 +37,19 @@ class Layout:
         self.name: str = result["layout"]
         self.information: int = result["information"]
         self.records: list[dict[str, Any]] = result["records"]
+        self.first: list[dict[str, Any]] = result["first"]
 
     def of(self, item: str, peer: str, store: str | None = None) -> list[dict[str, Any]]:
         """Return all records of a system, in the order of the runs; of any store if none is named."""
         return [
-            r for r in self.records if r["item"] == item and r["peer"] == peer and (store is None or r["store"] == store)
+            r
+            for r in self.records
+            if r["item"] == item and r["peer"] == peer and (store is None or r["store"] == store)
         ]
 
     def peers(self, *items: str, store: str | None = None) -> list[str]:
         """Return the systems that have such records, in the order of their first."""
-        found = [
-            r["peer"] for r in self.records if r["item"] in items and (store is None or r["store"] == store)
-        ]
+        found = [r["peer"] for r in self.records if r["item"] in items and (store is None or r["store"] == store)]
         return [name for name in dict.fromkeys(found) if name != BASE]
 
     def stores(self, item: str) -> list[str]:
@@ -63,6 +64,12 @@ class Layout:
         """Return other's value over the peer's, run by run: of times, how much faster the peer is than the other."""
         theirs = {r["run"]: r[key] for r in self.of(item, other, store)}
         return figure([theirs[r["run"]] / r[key] for r in self.of(item, peer, store) if theirs.get(r["run"])])
+
+    def peak(self, item: str, peer: str, store: str | None, unit: float) -> float | None:
+        """Return the memory added at the highest point of any run, the first included: buffers may stay behind."""
+        found = [*self.of(item, peer, store)]
+        found += [r for r in self.first if r["item"] == item and r["peer"] == peer and store in (None, r["store"])]
+        return max((r["rss"] / unit for r in found), default=None)
 
     def share_of_information(self, item: str, peer: str, store: str | None, key: str) -> Figure | None:
         """Return bytes over the layout's information."""

@@ -34,10 +34,9 @@ def save_and_load(one: Rank) -> None:
     for store in one.stores:
         for run in range(one.options["runs"] + 1):
             one.job.train_step()
-            for peer in one.turns(run, [one.raw, *one.peers]):
-                if store.name in peer.stores and (peer is one.raw or peer in one.peers):
-                    with suppress(PeerFailed), one.trying(peer.name, f"save or load on {store.name}"):
-                        _save_and_load_once(one, peer, store, run)
+            for peer in one.turns(run, [one.raw, *one.peers_on(store)]):
+                with suppress(PeerFailed), one.trying(peer.name, "save or load", store):
+                    _save_and_load_once(one, peer, store, run)
 
 
 def _save_and_load_once(one: Rank, peer: Peer, store: FileStore | S3Store, run: int) -> None:
@@ -86,16 +85,17 @@ def stall(one: Rank) -> None:
     steps, every = one.options["steps"], one.options["every"]
     stores = [s for s in one.stores if s.name in one.options["stall_stores"]]
     for store in stores:
-        peers = [p for p in one.peers if store.name in p.stores and not p.loads_only and not p.yardstick]
-        peers = [p for p in peers if one.fits(p, store, -(-steps // every), f"stall on {store.name}")]
+        copies = -(-steps // every)
+        peers = [p for p in one.peers_on(store) if p.in_loops and not p.loads_only and not p.yardstick]
+        peers = [p for p in peers if one.fits(p, store, copies, f"stall on {store.name}")]
         _loop(one, None, store, 0, min(steps, every))
         for peer in peers:  # the first asynchronous save starts processes and makes buffers
-            with suppress(PeerFailed), one.trying(peer.name, f"stall on {store.name}"):
+            with suppress(PeerFailed), one.trying(peer.name, "stall", store):
                 _loop(one, peer, store, 0, 1)
         for run in range(1, one.options["loops"] + 1):
             _loop(one, None, store, run, steps)
-            for peer in one.turns(run, [p for p in peers if p in one.peers]):
-                with suppress(PeerFailed), one.trying(peer.name, f"stall on {store.name}"):
+            for peer in one.turns(run, [p for p in peers if p in one.peers_on(store)]):
+                with suppress(PeerFailed), one.trying(peer.name, "stall", store):
                     _loop(one, peer, store, run, steps)
             _loop(one, None, store, run, steps)
 
@@ -150,13 +150,13 @@ def memory(one: Rank) -> None:
     Those of synchronous saves and of loads are in the records of these.
     """
     store = one.stores[0]
-    peers = [p for p in one.peers if store.name in p.stores and p.has_async and not p.loads_only]
+    peers = [p for p in one.peers_on(store) if p.has_async and not p.loads_only]
     for run in range(one.options["runs"] + 1):
-        for peer in one.turns(run, [p for p in peers if p in one.peers]):
-            with suppress(PeerFailed), one.trying(peer.name, f"asynchronous save on {store.name}"):
+        for peer in one.turns(run, [p for p in peers if p in one.peers_on(store)]):
+            with suppress(PeerFailed), one.trying(peer.name, "asynchronous save", store):
                 _async_once(one, peer, store, run)
-    for peer in [p for p in peers if p in one.peers and p.name in one.options["slope_peers"]]:
-        with suppress(PeerFailed), one.trying(peer.name, "many asynchronous saves"):
+    for peer in [p for p in peers if p in one.peers_on(store) and p.name in one.options["slope_peers"]]:
+        with suppress(PeerFailed), one.trying(peer.name, "many asynchronous saves", store):
             resident = []
             for count in range(one.options["slope_saves"]):
                 place = store.place(peer.name, f"slope{count}")
@@ -186,7 +186,7 @@ def _async_once(one: Rank, peer: Peer, store: FileStore | S3Store, run: int) -> 
 def digest(one: Rank) -> None:
     """The share of a durable save that ckpt spends in its digest function (all threads), on the first store."""
     store = one.stores[0]
-    for peer in [p for p in one.peers if p.name == "ckpt"]:
+    for peer in [p for p in one.peers_on(store) if p.name == "ckpt"]:
         for run in range(one.options["runs"] + 1):
             place = store.place(peer.name, f"digest{run}")
             found: dict[str, Any] = {}

@@ -26,7 +26,7 @@ from benchmarks.peers import PEERS
 from benchmarks.peers.base import PeerFailed
 from benchmarks.raw import Raw
 from benchmarks.stores import FileStore, S3Store, open_store
-from benchmarks.system import Others, children_of
+from benchmarks.system import Others, children_of, die_with_parent
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -47,7 +47,9 @@ class Rank:
         self.held = sum(self.all(sum(t.nbytes for t in self.job.tensors())))
         self.stores: list[FileStore | S3Store] = [open_store(name, root) for name, root in options["stores"].items()]
         self.records: list[dict[str, Any]] = []
+        self.first: list[dict[str, Any]] = []
         self.not_run: list[dict[str, str]] = []
+        self._failed: set[tuple[str, str]] = set()
         self._backup = work / f"state-{self.rank}"
         torch.save(self.job.tensors(), self._backup)
         self.raw = Raw(self.job, work)
@@ -60,7 +62,7 @@ class Rank:
             if reason:
                 self.drop(name, reason)
                 continue
-            with suppress(PeerFailed), self.trying(name, "start"):
+            with suppress(PeerFailed), self.trying(name, "start", None):
                 made.append(PEERS[name](self.job, self.work))
         return made
 
@@ -90,28 +92,32 @@ class Rank:
                 file.write(text + "\n")
 
     def record(self, item: str, peer: str, store: str, run: int, values: dict[str, Any]) -> None:
-        """Keep what was measured; run 0 warms up and is not kept."""
+        """Keep what was measured. Run 0 warms up: it is kept apart, for the memory that is taken once."""
         everyone = self.all(values)
-        if self.rank or run == 0:
+        if self.rank:
             return
         merged: dict[str, Any] = {}
         for name in values:
-            found = [one[name] for one in everyone if one[name] is not None]
+            found = [one[name] for one in everyone if one[name] is not None] or [None]
             if name == "same":
                 merged[name] = all(found)
             elif isinstance(found[0], list):
                 merged[name] = [max(column) for column in zip(*found, strict=True)]
             else:
                 merged[name] = sum(found) if name in SUMS else max(found)
-        self.records.append({"item": item, "peer": peer, "store": store, "run": run, **merged})
+        (self.records if run else self.first).append({"item": item, "peer": peer, "store": store, "run": run, **merged})
 
     def drop(self, peer: str, reason: str, what: str = "") -> None:
         """Note that a system does not take part, or not in one item, and why."""
         self.not_run.append({"peer": peer, "what": what, "reason": reason})
 
+    def peers_on(self, store: FileStore | S3Store) -> list[Peer]:
+        """Return the systems that can use a store and have not failed there."""
+        return [p for p in self.peers if store.name in p.stores and (p.name, store.name) not in self._failed]
+
     @contextmanager
-    def trying(self, peer: str, what: str) -> Iterator[None]:
-        """Run a system's code; if it fails anywhere, all ranks drop the system, put the state back and go on."""
+    def trying(self, peer: str, what: str, store: FileStore | S3Store | None) -> Iterator[None]:
+        """Run a system's code; if it fails anywhere, no rank uses it on this store again, and the state is put back."""
         problem = ""
         try:
             yield
@@ -123,8 +129,9 @@ class Rank:
             problem = f"{type(error).__name__}: {lines[0][:200]}"
         problems = [p for p in self.all(problem) if p]
         if problems:
-            self.drop(peer, f"{what} failed: {problems[0]}")
-            self.peers = [p for p in getattr(self, "peers", []) if p.name != peer]
+            self.drop(peer, problems[0], f"{what} on {store.name}" if store else what)
+            if store:
+                self._failed.add((peer, store.name))
             self.restore()
             raise PeerFailed(peer)
 
@@ -134,7 +141,8 @@ class Rank:
             for live, saved in zip(self.job.tensors(), torch.load(self._backup, mmap=True), strict=True):
                 live.copy_(saved)
 
-    def turns(self, run: int, peers: list[Peer]) -> list[Peer]:
+    @staticmethod
+    def turns(run: int, peers: list[Peer]) -> list[Peer]:
         """Return the systems in this run's order: another one begins each time."""
         first = run % len(peers) if peers else 0
         return peers[first:] + peers[:first]
@@ -170,6 +178,7 @@ def run(work: Path) -> None:
             "information": one.job.information,
             "held": one.held,
             "records": one.records,
+            "first": one.first,
             "not_run": one.not_run,
             "meanwhile": meanwhile,
         }
@@ -182,6 +191,7 @@ def run(work: Path) -> None:
 
 def main() -> None:
     """Run, and leave no process behind: some systems' helpers outlive an ordinary exit."""
+    die_with_parent()
     code = 1
     try:
         run(Path(sys.argv[1]))

@@ -64,7 +64,7 @@ class Raw(Peer):
         try:
             for block in self._blocks():
                 while block:
-                    block = block[os.write(fd, block) :]  # noqa: PLW2901
+                    block = block[os.write(fd, block) :]
             os.fsync(fd)
         finally:
             os.close(fd)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -17,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from benchmarks.stores import BUCKET
+from benchmarks.system import die_with_parent
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -25,7 +24,6 @@ KEY, SECRET = "benchkey00", "benchsecret00"
 START_SECONDS = 60
 PORTS = ("s3.port", "s3.port.grpc", "master.port", "master.port.grpc", "volume.port", "volume.port.grpc")
 PORTS += ("filer.port", "filer.port.grpc")
-PR_SET_PDEATHSIG = 1
 
 
 def find_server() -> str | None:
@@ -71,11 +69,6 @@ def s3_server(folder: Path) -> Iterator[dict[str, str]]:
         shutil.rmtree(home, ignore_errors=True)
         for left in Path(tempfile.gettempdir()).glob(f"seaweedfs-*-{ports['s3.port']}.sock"):
             left.unlink(missing_ok=True)
-
-
-def die_with_parent() -> None:
-    """Let the kernel end this process with the one that started it."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _free_ports(count: int) -> list[int]:

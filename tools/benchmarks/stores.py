@@ -7,9 +7,12 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from benchmarks.system import available_memory
 from measure import cached_share, files_below, fsync, make_cold, size_below
 
 BUCKET = "bench"
+SPARE = 2 << 30
+"""Bytes of memory that checkpoints in memory leave alone: the systems stage in it."""
 
 
 class FileStore:
@@ -45,8 +48,9 @@ class FileStore:
         shutil.rmtree(place, ignore_errors=True)
 
     def free(self) -> int:
-        """Return the bytes that still fit."""
-        return shutil.disk_usage(self.root).free
+        """Return the bytes that still fit; into memory, without starving everything else."""
+        free = shutil.disk_usage(self.root).free
+        return min(free, available_memory() - SPARE) if self.name == "tmpfs" else free
 
     def settle(self) -> None:
         """Wait until nothing is left to write, so that nobody pays for what another left behind."""

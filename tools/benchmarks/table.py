@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from rich.table import Table
+
 from benchmarks.figures import Layout
 from benchmarks.peers import PEERS
 from benchmarks.targets import DCP, lines
-from rich.table import Table
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -94,6 +95,10 @@ def _middle(value: Figure | None, digits: int = 2) -> str:
     return f"{value.median:.{digits}f}" if value else "–"
 
 
+def _number(value: float | None) -> str:
+    return "–" if value is None else f"{value:.0f}"
+
+
 def _durable(layout: Layout, store: str, result: dict[str, Any]) -> Sheet:
     sheet = Sheet(
         f"{_head(layout, result)}: save and load, {store}",
@@ -114,8 +119,8 @@ def _durable(layout: Layout, store: str, result: dict[str, Any]) -> Sheet:
             _middle(layout.values("load", peer, store, "load")),
             _text(layout.against("load", peer, "raw", store, "load")),
             _middle(layout.values("load", peer, store, "read", MB), 0) if store != "s3" else "–",
-            _middle(layout.values("save", peer, store, "rss", MB), 0),
-            _middle(layout.values("load", peer, store, "rss", MB), 0),
+            _number(layout.peak("save", peer, store, MB)),
+            _number(layout.peak("load", peer, store, MB)),
             "" if peer == "raw" or not same else "yes" if all(same) else "NO",
         ])  # fmt: skip
     sheet.rows.sort(key=_order)
@@ -146,7 +151,7 @@ def _asynchronous(layout: Layout, result: dict[str, Any]) -> Sheet:
             f"{lost.median / dcp_lost.median:.2f}" if lost and dcp_lost and dcp_lost.median > 0 else "–",
             _middle(layout.calls(peer, store, "waits"), 3),
             _middle(layout.values("async", peer, None, "finished")),
-            _middle(layout.values("async", peer, None, "rss", MB), 0),
+            _number(layout.peak("async", peer, None, MB)),
             f"{slope / MB:+.3f}" if slope is not None else "–",
         ])  # fmt: skip
     sheet.rows.sort(key=_order)

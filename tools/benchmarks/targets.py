@@ -65,7 +65,7 @@ def _stall(layout: Layout, store: str) -> Iterator[Line]:
 
 def _line(layout: Layout, target: str, ratio: float | None, judge: object) -> Line:
     if ratio is None:
-        return Line(layout.name, target, "not run", None)
+        return Line(layout.name, target, "not measured, or below the noise", None)
     return Line(layout.name, target, f"{ratio:.2f}", judge(ratio))  # type: ignore[operator]
 
 
@@ -79,11 +79,12 @@ def _save(layout: Layout, store: str) -> Iterator[Line]:
     if size:
         target = f"3. bytes on {store}, of the information: ≤ 1 (and {HEADERS - 1:.1%} for headers and index)"
         yield Line(layout.name, target, size.text(4), size.high <= HEADERS)
-        others = [layout.values("save", n, store, "bytes") for n in _rivals(layout, "save", store)]
-        least = min((f.low for f in others if f), default=None)
+        others = {n: layout.values("save", n, store, "bytes") for n in _rivals(layout, "save", store)}
+        least = min(((f.low, n) for n, f in others.items() if f), default=None)
         if least:
-            ratio = size.high * layout.information / least
-            yield Line(layout.name, f"3. bytes on {store}, of the thriftiest peer's: ≤ 1", f"{ratio:.4f}", ratio <= 1)
+            ratio = size.high * layout.information / least[0]
+            found = f"{ratio:.5f} ({least[1]})"
+            yield Line(layout.name, f"3. bytes on {store}, of the thriftiest peer's: ≤ 1", found, ratio <= 1)
 
 
 def _faster(layout: Layout, item: str, key: str, store: str, target: str) -> Iterator[Line]:
@@ -111,10 +112,10 @@ def _load(layout: Layout, store: str) -> Iterator[Line]:
 
 def _memory(layout: Layout) -> Iterator[Line]:
     for item, what in (("save", "a save"), ("async", "an asynchronous save"), ("load", "a load")):
-        rss = layout.values(item, OURS, None, "rss", MIB)
-        if rss:
+        rss = layout.peak(item, OURS, None, MIB)
+        if rss is not None:
             limit = (BUDGET + 64 * MIB) / MIB
-            yield Line(layout.name, f"5. MiB added by {what}: ≤ {limit:.0f}", f"{rss.high:.0f}", rss.high <= limit)
+            yield Line(layout.name, f"5. MiB added by {what}: ≤ {limit:.0f}", f"{rss:.0f}", rss <= limit)
     slope = layout.slope(OURS)
     if slope is not None:
         target = "5. MiB a save that stay behind, over many asynchronous saves: about 0"

@@ -28,6 +28,7 @@ from ckpt.repo.copying import CopyReport, copy_steps
 from ckpt.repo.gc import collect
 from ckpt.repo.repository import MARKER, Repository, commit_key
 from ckpt.repo.verify import DAMAGE, verify
+from ckpt.store import limited
 from ckpt.store.local import LocalStore
 from ckpt.store.memory import MemoryStore
 from tests.harness.steps import write_step
@@ -355,45 +356,43 @@ def test_a_full_destination_is_that_error_and_the_next_copy_goes_on(src, monkeyp
     whole(dst, [1])
 
 
-def test_a_failure_stops_the_other_threads(src, monkeypatch):
-    """The first pack waits for the limit (an hour); the second fails; the copy ends at once and not in an hour."""
-    packs = sorted(k for k in src.objects if k.startswith("steps/1/") and k.endswith("safetensors"))
-    slow_began = threading.Event()
-    real = src.read_into
+def test_a_failure_stops_what_is_not_done_yet(src, monkeypatch):
+    """One pack waits until another has failed; it is not finished, and none is begun after it."""
+    packs = sorted(k for k in src.objects if k.endswith("safetensors"))[:2]
+    failing, dst = threading.Event(), Logged()
+    real, stop = src.read_into, moving._Meter.__init__
+    meters: list[Any] = []
+
+    def remember(meter: Any, *rest: Any) -> None:
+        stop(meter, *rest)
+        meters.append(meter)
 
     def read(key, start, buffer):
         if key == packs[1]:
-            assert slow_began.wait(30)
+            assert failing.wait(30)
             raise StoreFull("no", key)
-        got = real(key, start, buffer)
-        slow_began.set()
-        return got
+        failing.set()
+        assert meters[0].stop.wait(30)
+        return real(key, start, buffer)
 
+    monkeypatch.setattr(moving._Meter, "__init__", remember)
     monkeypatch.setattr(src, "read_into", read)
     with pytest.raises(StoreFull):
-        copy_steps(src, MemoryStore(), [1], threads=2, io_limit=src.size(packs[0]) / 3600)
+        copy_steps(src, dst, [1, 2, 10], threads=2)
+    assert keys(dst, packs=True) == set()
+    assert {key for key in dst.changed if key.endswith(".safetensors")} <= set(packs)
 
 
-def test_the_limit_counts_all_threads_together(src, monkeypatch):
-    """Time stands still here, and what would be waited is noted: bytes / limit in the end, whoever moves them."""
-    waits = []
-    monkeypatch.setattr(moving._Meter, "__init__", _frozen(moving._Meter.__init__, waits))
-    monkeypatch.setattr(moving.time, "monotonic", lambda: 100.0)
-    report = copy_steps(src, MemoryStore(), [1], io_limit=1000.0)
-    assert max(waits) == pytest.approx(report.bytes_copied / 1000.0)
-
-
-def _frozen(init: Any, waits: list[float]) -> Any:
-    class Stop(threading.Event):
-        def wait(self, timeout: float | None = None) -> bool:
-            waits.append(timeout or 0.0)
-            return self.is_set()
-
-    def made(self: Any, *rest: Any) -> None:
-        init(self, *rest)
-        self.stop = Stop()
-
-    return made
+def test_a_limit_holds_for_each_side(src, monkeypatch):
+    """All that is read at the source and written at the destination asks first: twice the bytes, on two rates."""
+    asked: list[int] = []
+    take, give_back = limited.Rate.take, limited.Rate.give_back
+    monkeypatch.setattr(limited.Rate, "take", lambda rate, n: (asked.append(n), take(rate, n)))
+    monkeypatch.setattr(limited.Rate, "give_back", lambda rate, n: (asked.append(-n), give_back(rate, n)))
+    dst = MemoryStore()
+    report = copy_steps(src, dst, [1], io_limit=1e9)
+    assert 2 * report.bytes_copied <= sum(asked) < 3 * report.bytes_copied + 5_000, "indexes are read twice"
+    whole(dst, [1])
 
 
 def test_attempts_at_work_are_marked_so_that_gc_lets_them_be(src, monkeypatch):
@@ -452,7 +451,7 @@ def test_arguments(src):
     with pytest.raises(ConfigError, match="same store"):
         copy_steps(src, src)
     for options in ({"threads": 0}, {"io_limit": 0.0}, {"io_limit": float("nan")}):
-        with pytest.raises(ConfigError, match="above 0"):
+        with pytest.raises(ConfigError, match="positive"):
             copy_steps(src, MemoryStore(), **options)
     newer = MemoryStore()
     newer.put(MARKER, b'{"format": 2}')
@@ -488,6 +487,7 @@ def test_a_plain_copy_of_some_steps_lacks_what_they_refer_to_and_a_copy_mends_it
     assert all("steps/1/" in f.key for f in found.findings if f.severity == DAMAGE)
     copy_steps(saved, part, [10])
     assert not verify(Repository(part)).damaged
+    assert part.size(MARKER) is not None, "it is a repository now"
 
 
 def test_a_plain_copy_at_work_is_damage_and_no_other_error(saved, tmp_path):

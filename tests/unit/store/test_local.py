@@ -25,7 +25,7 @@ class Recorder:
         fake = SimpleNamespace(**{n: getattr(os, n) for n in dir(os) if not n.startswith("__")})
         for name in (
             "open",
-            "write",
+            "pwritev",
             "fsync",
             "close",
             "link",
@@ -39,6 +39,7 @@ class Recorder:
         ):
             setattr(fake, name, self._wrap(name, getattr(os, name)))
         monkeypatch.setattr("ckpt.store.local.os", fake)
+        monkeypatch.setattr("ckpt.store.local_writer.os", fake)
 
     def _wrap(self, name: str, real: Any) -> Any:
         def call(*args: Any, **options: Any) -> Any:
@@ -46,8 +47,8 @@ class Recorder:
             self.log.append((name, what))
             if name in self.fail:
                 raise self.fail[name]
-            if name == "write" and self.write_limit:
-                args = (args[0], args[1][: self.write_limit])
+            if name == "pwritev" and self.write_limit:
+                args = (args[0], [args[1][0][: self.write_limit]], args[2])
             result = real(*args, **options)
             if name == "open":
                 self.paths[result] = what
@@ -90,12 +91,12 @@ def test_bytes_are_on_the_disk_before_the_name_and_the_name_before_the_call_retu
     root = tmp_path / "new" / "root"
     call = publish(LocalStore(str(root)), how, "steps/1/a/x.bin", b"data")
     temp = next(what for name, what in os_log.log if name == "open" and ".tmp-" in what)
-    written = os_log.index("write", temp)
+    written = os_log.index("pwritev", temp)
     synced = os_log.index("fsync", temp, written)
     closed = os_log.index("close", temp, synced)
     shown = os_log.index(call, temp, closed)
     os_log.index("fsync", "/steps/1/a", shown)
-    assert ("write", temp) not in os_log.log[synced:]
+    assert ("pwritev", temp) not in os_log.log[synced:]
 
 
 @pytest.mark.parametrize("how", WAYS)
@@ -148,7 +149,7 @@ CODES = [
 @pytest.mark.parametrize(
     ("code", "kind"), CODES, ids=lambda c: errno.errorcode.get(c, "") if isinstance(c, int) else ""
 )
-@pytest.mark.parametrize("call", ["open", "write", "fsync", "close", "rename", "mkdir"])
+@pytest.mark.parametrize("call", ["open", "pwritev", "fsync", "close", "rename", "mkdir"])
 def test_an_error_of_the_system_becomes_ours_names_the_key_and_leaves_nothing(tmp_path, os_log, code, kind, call):
     os_log.fail[call] = OSError(code, os.strerror(code))
     with pytest.raises(kind) as caught:

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -8,6 +10,7 @@ import pytest
 from ckpt.errors import ConfigError
 from ckpt.store.memory import MemoryStore
 from ckpt.store.open import default_root, open_store
+from ckpt.store.wrappers import Limited
 
 
 @pytest.mark.parametrize(
@@ -17,7 +20,7 @@ from ckpt.store.open import default_root, open_store
         ("file:///data/run", "/data/run"), ("file://localhost/data/run", "/data/run"), ("file:///a%20b%23c", "/a b#c"),
         ("FILE:///data/run", "/data/run"), ("File://LocalHost/data/run", "/data/run"), ("file:///", "/"),
         ("./file:/x", os.path.realpath("file:/x")), ("file:///a%FF", "/a\\udcff"), ("file:///a\nb", "/a\nb"),
-        ("/odd?name#x", "/odd?name#x"), ("/a:b", "/a:b"),
+        ("/odd?name#x", "/odd?name#x"), ("/a:b", "/a:b"), ("local:///data/run", "/data/run"),
     ],
     ids=str,
 )  # fmt: skip
@@ -40,9 +43,10 @@ def test_a_store_is_returned_as_it_is():
 @pytest.mark.parametrize(
     "root",
     [
-        "", "a\0b", "s3://bucket/x", "gs://b", "file://host/x", "file://", "file:///a?b", "file:///a#b", "file:///run#",
+        "", "a\0b", "nosuch://b", "file://host/x", "file://", "file:///a?b", "file:///a#b", "file:///run#",
         "://x", "file:/data", "FILE:/data", "file:data", "file:", "s3:/bucket/x", "FILE://host/x",
-        "file:///a%00b", "file:///\ud800", "/a\ud800",
+        "file:///a%00b", "file:///\ud800", "/a\ud800", "local://host/x", "local://", "local:/x", "memory:/x", "s3://",
+        "simplecache::memory://x", "memory://a?b", "memory://a#b", "memory://a/../b", "memory://a\0b", "./a://b",
     ],
     ids=ascii,
 )  # fmt: skip
@@ -50,6 +54,40 @@ def test_what_would_be_another_place_than_was_meant_is_refused(root):
     """``file:///run#3`` must not become ``/run``, nor ``file://`` the working directory."""
     with pytest.raises(ConfigError, match="root"):
         open_store(root)
+
+
+@pytest.mark.parametrize("root", ["memory://opened/run", "memory://opened/run/", "MEMORY://opened/run"])
+def test_memory_is_shared_in_a_process_under_one_name(root):
+    one, other = open_store(root), open_store("memory://opened/run")
+    assert one.url == other.url == "memory://opened/run"
+    one.put("k", root.encode(), overwrite=True)
+    assert other.get("k") == root.encode()
+
+
+def test_an_s3_url_needs_nothing_but_its_name():
+    """Nothing is asked of the network before the first call."""
+    from ckpt.store.s3 import S3Store
+
+    for root in ("s3://bucket/run", "S3://bucket/run"):
+        assert isinstance(open_store(root), S3Store)
+
+
+def test_a_wrapped_store_is_returned_as_it_is():
+    store = Limited(MemoryStore(), 1e9)
+    assert open_store(store) is store
+
+
+@pytest.mark.parametrize("package", ["boto3", "fsspec"])
+def test_a_path_needs_neither_boto3_nor_fsspec(package, tmp_path):
+    code = (
+        "import sys\nsys.modules[sys.argv[1]] = None\nfrom ckpt.store.open import open_store\n"
+        "import ckpt.store.wrappers\nopen_store(sys.argv[2]).put('k', b'1')\nopen_store('file://' + sys.argv[2])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, package, str(tmp_path)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "k").read_bytes() == b"1"
 
 
 class Odd:

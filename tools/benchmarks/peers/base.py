@@ -41,6 +41,8 @@ class Peer:
     fsyncs: ClassVar[bool] = False
     """Are the files on the disk when a save says that it is finished?"""
     has_async: ClassVar[bool] = True
+    in_loops: ClassVar[bool] = True
+    """Is what it costs a training loop of interest?"""
     yardstick: ClassVar[bool] = False
     """A writer of one rank's tensors: no plan, no layout, nothing that could be loaded elsewhere."""
     loads_only: ClassVar[bool] = False

@@ -13,6 +13,7 @@ class ByteCheckpoint(Peer):
     name: ClassVar[str] = "ByteCheckpoint"
     packages: ClassVar[tuple[str, ...]] = ("bytecheckpoint", "grpc")
     has_async: ClassVar[bool] = False
+    in_loops: ClassVar[bool] = False
     note: ClassVar[str] = "made for torch <= 2.5; its fast mode has no way to wait for the files"
 
     @classmethod
