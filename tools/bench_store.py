@@ -3,7 +3,7 @@
 ``tools/setup && .venv/bin/python tools/bench_store.py --dir DIRECTORY``
 
 Every way runs once in each round, in an order that is shuffled anew, by processes that live throughout: caches, the
-neighbours and the free memory of a machine change while one looks. A write ends with fsync of file and directory; before
+neighbours and free memory of a machine change while one looks. A write ends with fsync of file and directory; before
 a read the file is dropped from the page cache (``cold``) or has just been read (``warm``).
 """
 

@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
 def class_names(value: object) -> set[str]:
     """Return the names of the classes that ``value`` is an instance of: a test that needs no import of a framework."""
     return {cls.__name__ for cls in type(value).__mro__}
@@ -36,7 +39,7 @@ def check_tensor(fqn: str, role: str, tensor: Tensor) -> None:
     Raises:
         UnsupportedLayout: it is a meta, sparse or quantized tensor, or of a sub-byte dtype.
     """
-    tensor = local_tensor(tensor)
+    tensor = getattr(tensor, "_local_tensor", tensor)
     name = dtype_name(tensor.dtype)
     trouble = ""
     if tensor.is_meta:
@@ -45,9 +48,9 @@ def check_tensor(fqn: str, role: str, tensor: Tensor) -> None:
         trouble = f"has layout {tensor.layout}"
     elif tensor.is_quantized or name not in ITEMSIZE:
         trouble = f"has dtype {name}"
-    elif "DTensor" in class_names(tensor):
+    elif type(tensor) not in _PLAIN and "DTensor" in class_names(tensor):
         trouble = "is a DTensor inside of another tensor"
-    elif any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+    elif 0 in tensor.stride() and any(n > 1 and s == 0 for n, s in zip(tensor.shape, tensor.stride(), strict=True)):
         trouble = "has elements that share one place in memory (expand)"
     if trouble:
         raise UnsupportedLayout(f"tensor {fqn!r} ({role}) {trouble}: expected a dense tensor of {', '.join(ITEMSIZE)}")

@@ -86,9 +86,12 @@ def _shown(tensor: torch.Tensor) -> str:
 
 def lies_like(value: torch.Tensor, key: torch.Tensor) -> bool:
     """Is every element of a state tensor where the optimizer's key has the element that it belongs to?"""
-    same = value.shape == key.shape and local_tensor(value).shape == local_tensor(key).shape
+    if value.shape != key.shape:
+        return False
     cut = (getattr(value, "placements", None), getattr(key, "placements", None))  # of a DTensor
-    return same and (cut[0] == cut[1] or None in cut)
+    if cut == (None, None):
+        return True
+    return local_tensor(value).shape == local_tensor(key).shape and (cut[0] == cut[1] or None in cut)
 
 
 def kinds_of_fresh(inner: Any, partition: Partition) -> Kinds | None:

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from ckpt.errors import ObjectNotFound
-from ckpt.plan.read_plan import SPAN_BYTES, Unit, chain_from
+from ckpt.plan.read_plan import Unit, chain_from
 from ckpt.repo.repository import Repository
 from ckpt.runtime.broadcast import Transfer
+from ckpt.runtime.reading_mode import HANDED_BYTES
 from ckpt.store.forward import Forward
 
 if TYPE_CHECKING:
@@ -132,9 +133,9 @@ def hand_round(comm: Comm, fabric: Fabric | None, data: bytes, nbytes: int, host
     """
     chain = chain_from(0, range(comm.world), hosts)
     units = []
-    for number, start in enumerate(range(0, nbytes, SPAN_BYTES)):
-        size = min(SPAN_BYTES, nbytes - start)
+    for number, start in enumerate(range(0, nbytes, HANDED_BYTES)):
+        size = min(HANDED_BYTES, nbytes - start)
         units.append(Unit(number, 0, "", start, size, size, (), False, chain))
     cargo = _Payload(data, nbytes)
-    Transfer(comm, fabric, cargo, span=SPAN_BYTES).run("index", units)
+    Transfer(comm, fabric, cargo, span=HANDED_BYTES).run("index", units)
     return cargo.into

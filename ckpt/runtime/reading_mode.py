@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 ONCE, EACH, AUTO = "once", "each", "auto"
 SMALLEST_BUDGET = 16 << 20
+HANDED_BYTES = 4 << 20
+"""Most bytes of a unit that is handed on, unless one chunk has more."""
 LOCAL_TYPES = frozenset({
     "ext2", "ext3", "ext4", "xfs", "btrfs", "f2fs", "zfs", "bcachefs", "tmpfs", "ramfs", "overlay", "vfat", "exfat",
 })  # fmt: skip
@@ -46,9 +48,12 @@ def checked_budget(budget: object) -> int:
     return budget
 
 
-def span_for(budget: int) -> int:
-    """Return how many bytes a rank reads at once: two must be on their way in, and two from other ranks."""
-    return min(SPAN_BYTES, budget // 4 >> 20 << 20)
+def span_for(read: str, budget: int) -> int:
+    """Return how many bytes a rank reads at once: two must be on their way in, and two from other ranks.
+
+    What is handed on comes in smaller units: each hop of a chain waits for a whole one.
+    """
+    return min(SPAN_BYTES if read == EACH else HANDED_BYTES, budget // 4 >> 20 << 20)
 
 
 def choose(read: str, world: int, url: str) -> str:

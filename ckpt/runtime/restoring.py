@@ -43,7 +43,7 @@ class Restore:
     def __init__(self, comm: Comm, store: Store, read: str, budget: int, hosts: Sequence[str]) -> None:
         self.comm, self.read, self.budget, self.hosts = comm, read, budget, hosts
         self.store = Metered(store)
-        self.span = span_for(budget)
+        self.span = span_for(read, budget)
         self.received = self.chunk_bytes = 0
         self._fabric: Fabric | None = None
         self._places: Places | None = None

@@ -152,7 +152,7 @@ def test_show_tells_where_every_tensor_is(root: Path) -> None:
 def test_errors_have_their_exit_code_and_stay_json(tmp_path: Path, command: str) -> None:
     problem = json.loads(run(command, tmp_path, "--json", code=10))["error"]
     assert (problem["type"], problem["exit_code"]) == ("NoSuchCheckpoint", 10)
-    assert run(command, "ftp://host/path", code=2) == ""
+    assert run(command, "nosuch://host/path", code=2) == ""
     assert CliRunner().invoke(cli, [command]).exit_code == 2
 
 

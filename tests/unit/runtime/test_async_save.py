@@ -66,7 +66,7 @@ def check_holds(store: Any, step: int) -> None:
         load_all(fresh, store, step=step)
         assert [line for one in fresh for line in one.differences()] == []
         assert all(one.finished == {"scheduler": {"last": step, "lr": [0.1]}} for one in fresh)
-    assert verify(Repository(store)).problems == ()
+    assert verify(Repository(store)).findings == []
 
 
 def test_training_that_overtakes_is_held_back_until_it_is_staged():
