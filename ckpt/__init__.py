@@ -34,6 +34,7 @@ if TYPE_CHECKING:
         UnsupportedLayout,
     )
     from ckpt.loading import latest, load, steps
+    from ckpt.preempting import Preemption, on_preemption
     from ckpt.report import LoadReport, SaveReport
     from ckpt.runtime.handle import SaveHandle
     from ckpt.saving import async_save, save
@@ -45,6 +46,8 @@ _HOME = {
     "load": "ckpt.loading",
     "latest": "ckpt.loading",
     "steps": "ckpt.loading",
+    "on_preemption": "ckpt.preempting",
+    "Preemption": "ckpt.preempting",
     "analyze": "ckpt.analyzing",
     "audit": "ckpt.auditing",
     "AuditReport": "ckpt.analysis.claims",
@@ -87,6 +90,7 @@ __all__ = [
     "MissingState",
     "NoSuchCheckpoint",
     "Parallel",
+    "Preemption",
     "RankFailure",
     "ReplicaDivergence",
     "SaveCancelled",
@@ -100,6 +104,7 @@ __all__ = [
     "audit",
     "latest",
     "load",
+    "on_preemption",
     "save",
     "steps",
 ]

@@ -13,7 +13,7 @@ from ckpt.errors import ConfigError, SaveInFlight
 from ckpt.repo.repository import checked_step
 from ckpt.report import SaveReport, Stopwatch
 from ckpt.runtime.agree import exchange_hellos, hello_of
-from ckpt.runtime.behind import in_flight, launch, wait_for_last
+from ckpt.runtime.behind import in_flight, launch, meeting, missed, wait_for_last
 from ckpt.runtime.capture import moment
 from ckpt.runtime.describing import layout_of
 from ckpt.runtime.extras import collect
@@ -30,7 +30,6 @@ from ckpt.store.open import Root, default_root, open_store
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from ckpt.runtime.comm import Comm
     from ckpt.store.base import Store
 
 log = logging.getLogger("ckpt")
@@ -139,7 +138,8 @@ def async_save(
     if on_busy == "wait":
         wait_for_last()
     comm = background_communicator(timeout)
-    _settle_last(on_busy, comm, timeout)
+    meeting(comm)
+    _settle_last(on_busy, timeout)
     ways = Ways(overwrite, on_divergence, codec, budget)
     found: tuple[Store, Snapshot] | Exception
     try:
@@ -163,12 +163,11 @@ def async_save(
     return handle
 
 
-def _settle_last(on_busy: str, comm: Comm, timeout: float | None) -> None:
+def _settle_last(on_busy: str, timeout: float | None) -> None:
     """Come to terms with the asynchronous save before, if there was one.
 
     Args:
         on_busy: see :func:`async_save`.
-        comm: the communicator of asynchronous saves.
         timeout: seconds, as everywhere.
 
     Raises:
@@ -177,15 +176,12 @@ def _settle_last(on_busy: str, comm: Comm, timeout: float | None) -> None:
     """
     last = in_flight()
     # All ranks have failed alike, or did not even take part: then they all come to talk about it.
-    failed = comm.missed() or (last is not None and last.durable.peek() is not None)
+    failed = missed() or (last is not None and last.durable.peek() is not None)
     if on_busy == "wait" and not failed:
         return
     front = communicator()
     with front.joint("async_save", timeout):
-        try:
-            exchange_hellos(front, lambda: hello_of("async_save"))
-        finally:
-            comm.catch_up()
+        exchange_hellos(front, lambda: hello_of("async_save"))
         busy = front.gather("busy", lambda: b"" if last is None or last.durable.done() else b"1")
     ranks = [rank for rank, one in enumerate(busy) if one]
     if ranks:

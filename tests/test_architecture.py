@@ -27,8 +27,9 @@ LEVEL = {
     "repo": 3, "plan": 3, "describe": 3,
     "runtime": 4, "gradlog": 4, "engine": 4, "convert": 4,
     "saving": 5, "loading": 5, "auditing": 5, "analyzing": 5, "checkpointer": 5,
-    "cli": 6,
-    "__main__": 7, "__init__": 7,
+    "preempting": 6,
+    "cli": 7,
+    "__main__": 8, "__init__": 8,
 }  # fmt: skip
 
 # Tighter than their level: an adapter knows nothing of plans and bytes, a store nothing but keys and bytes.

@@ -1,4 +1,4 @@
-"""ckpt.save and ckpt.load against DeepSpeed's own, on the same live engine, interleaved. Started by ``tools/bench``.
+"""ckpt.save and ckpt.load against DeepSpeed's own, on the same live engine: ``tools/bench deepspeed`` starts it.
 
 One job a stage. In every run: an optimizer step; ``ckpt.save``; ``engine.save_checkpoint``; then for each of the two a
 further step (so that a load has something to undo), its files dropped from the page cache, and its load. After each
@@ -119,7 +119,9 @@ def fingerprint(engine) -> str:
 
     inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
     tensors = [getattr(p, "ds_tensor", p) for p in engine.module.parameters()]
-    for p in (p for group in inner.param_groups for p in group["params"]):
+    held = [p for group in inner.param_groups for p in group["params"]]
+    # At stage 3 the groups are empty between two steps.
+    for p in held or engine.optimizer.fp32_partitioned_groups_flat:
         tensors += [p, *(inner.state[p][name] for name in ("exp_avg", "exp_avg_sq"))]
     hasher = xxhash.xxh3_128()
     for tensor in tensors:

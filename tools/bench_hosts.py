@@ -2,7 +2,7 @@
 
 ::
 
-    sudo .venv/bin/python tools/bench_hosts.py --mib 256 --runs 3
+    sudo .venv/bin/python tools/bench_hosts.py --runs 3
 
 Each host is a network namespace with two links, one to the other hosts (fabric) and one to the storage, where an S3
 server (SeaweedFS) runs in a namespace of its own. Token buckets limit both ends of each link. Everything is made when
@@ -186,9 +186,9 @@ def wait_for_bucket(client: Any) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hosts", type=int, default=4)
-    parser.add_argument("--mib", type=int, default=256, help="state of each rank: weights and two moments")
-    parser.add_argument("--fabric", default="2gbit", help="link of each host to the others")
-    parser.add_argument("--storage", default="500mbit", help="link of each host to the storage")
+    parser.add_argument("--mib", type=int, default=192, help="state of each rank: weights and two moments")
+    parser.add_argument("--fabric", default="400mbit", help="link of each host to the others")
+    parser.add_argument("--storage", default="100mbit", help="link of each host to the storage")
     parser.add_argument("--trunk", default="", help="link of the storage itself; default: as fast as the machine")
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--verbose", action="store_true", help="seconds of rank 0 by phase, load by load")

@@ -23,7 +23,9 @@ from ckpt.errors import from_wire, to_wire
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    from ckpt.errors import RankFailure
     from ckpt.report import SaveReport
+    from ckpt.runtime.comm import Comm
     from ckpt.runtime.handle import SaveHandle
 
 log = logging.getLogger("ckpt")
@@ -33,9 +35,10 @@ LOOK_SECONDS = 0.5
 
 
 class _Flight:
-    """The last asynchronous save of this process, done or not."""
+    """``handle``: of the last asynchronous save of this process, done or not. ``comm``: with whom it is done."""
 
     handle: SaveHandle | None = None
+    comm: Comm | None = None
 
 
 _last = _Flight()
@@ -54,29 +57,46 @@ def wait_for_last() -> None:
         _last.handle.durable.settled()
 
 
+def meeting(comm: Comm) -> None:
+    """Note with whom this process saves behind the training."""
+    _last.comm = comm
+
+
+def missed() -> RankFailure | None:
+    """Return why the others have given up an asynchronous save that this rank was not called for, if they have."""
+    idle = _last.handle is None or _last.handle.durable.done()
+    return _last.comm.missed() if idle and _last.comm is not None else None
+
+
 def unheard() -> bytes:
     """Return the failure of the last asynchronous save, for other ranks, unless somebody on this rank has heard of it.
 
     All ranks have failed alike, but some may have asked the handle and dealt with it, and all have to do the same.
     """
-    last = _last.handle
-    error = last.durable.peek() if last is not None else None
-    if last is None or error is None or last.durable.retrieved or last.staged.retrieved:
-        return b""
-    return msgspec.json.encode(to_wire(error))
+    last, error = _last.handle, None
+    if last is not None:
+        error = None if last.durable.retrieved or last.staged.retrieved else last.durable.peek()
+    error = error or missed()
+    return b"" if error is None else msgspec.json.encode(to_wire(error))
 
 
 def raise_unheard(told: Iterable[bytes]) -> None:
-    """Raise the first failure that a rank has told of by :func:`unheard`; with that, all ranks have heard of it."""
+    """Raise the first failure that a rank has told of by :func:`unheard`. With that, or without any, all is settled.
+
+    To be called by all ranks together: each forgets a save that has failed.
+    """
     wire = next(filter(None, told), b"")
-    if not wire:
-        return
-    wait_for_last()  # what has failed there is about to fail here
+    if wire:
+        wait_for_last()  # what has failed there is about to fail here
     own = _last.handle.durable.peek() if _last.handle is not None else None
-    _last.handle = None if own is not None else _last.handle
-    # The rank's own error has the cause and its traceback; one that did not take part in that save has none.
-    theirs = from_wire(msgspec.json.decode(wire))
-    raise own if type(own) is type(theirs) and str(own) == str(theirs) else theirs
+    if own is not None:
+        _last.handle = None
+    if missed() is not None and _last.comm is not None:
+        _last.comm.catch_up()
+    if wire:
+        # The rank's own error has the cause and its traceback; one that did not take part in that save has none.
+        theirs = from_wire(msgspec.json.decode(wire))
+        raise own if type(own) is type(theirs) and str(own) == str(theirs) else theirs
 
 
 def launch(handle: SaveHandle, run: Callable[[], SaveReport], patience: float) -> None:

@@ -1,7 +1,7 @@
 """One rank's part in reading a checkpoint: units that it reads, hands on, receives and places, many at once.
 
-A few threads read from the store; one waits for what comes from other ranks, one for what leaves. Whatever has arrived
-is handed on before anything else is done with it, then checked against its digests, then placed by the calling thread,
+A few threads read from the store, others wait for what comes from other ranks and what leaves. Whatever has arrived is
+handed on before anything else is done with it, then checked against its digests, then placed by the calling thread,
 in the order of the plan. Bytes that fill live memory from end to end are read or received right there.
 
 A rank that cannot read a unit sends the bytes that it has in their place: nobody waits in vain, nobody places what does
@@ -36,8 +36,11 @@ if TYPE_CHECKING:
 
 READERS = 4
 """Threads that read from the store."""
-AHEAD = 8
-"""Units that a rank reads, and units that it receives, before it has to place the first of them."""
+AHEAD_BYTES, AHEAD = 64 << 20, 32
+"""What a rank reads, and what it receives, before it has to place the first of it: bytes, if the budget allows as much,
+and units. A chain of many hops is as fast as its links only if that much is on its way."""
+SMALL = 8
+"""Units of less than this part of a block get memory of their own size."""
 LOOK_SECONDS = 0.25
 """How often a rank looks whether the others can go on."""
 PATIENCE_SECONDS = 2.0
@@ -68,6 +71,8 @@ class _Flow:
     pool: Blocks
     leaving: queue.SimpleQueue[tuple[_Job, Pending] | None] = field(default_factory=queue.SimpleQueue)
     current: list[_Job] = field(default_factory=list)
+    nbytes: int = 0
+    """of these"""
     head: int = -1
     live: memoryview | None = None
     """of the unit of number ``head``, the first to do"""
@@ -94,8 +99,8 @@ class Transfer:
         budget: int = DEFAULT_BUDGET,
     ) -> None:
         self.comm, self.fabric, self.cargo = comm, fabric, cargo
-        half = max(2 * span, min(AHEAD * span, budget // 2 // span * span))
-        self._pools = (Blocks(half, span), Blocks(half, span))
+        self._half = max(2 * span, min(AHEAD_BYTES, budget // 2) // span * span)
+        self._pools = (Blocks(self._half, span), Blocks(self._half, span))
         self._changed = threading.Condition()
         self._to_read: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._to_come: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
@@ -121,8 +126,10 @@ class Transfer:
         self._comes = _Flow(deque(u for u in mine if u.chain[0] != me), self._pools[1])
         self._name, self._jobs, self._watch = name, dict[int, _Job](), Watch(self.comm, name)
         threads = [threading.Thread(target=self._read_all, daemon=True) for _ in range(min(READERS, len(mine)))]
-        if self._comes.todo:
-            threads.append(threading.Thread(target=self._receive_all, daemon=True))
+        # What comes is handed on when it comes, whatever is still to come before it in the plan: else each unit would
+        # wait for the slowest way of the one before. gloo cannot say what has come: each has a thread that waits.
+        comes = min(AHEAD, len(self._comes.todo))
+        threads += [threading.Thread(target=self._receive_all, daemon=True) for _ in range(comes)]
         if any(len(u.chain) > 1 for u in mine):
             # One for each way in: what was read ahead leaves late, and must not keep back the end of what came.
             flows = (self._reads, self._comes)
@@ -154,7 +161,7 @@ class Transfer:
         self._stop = True
         for _ in threads:
             self._to_read.put(None)
-        self._to_come.put(None)
+            self._to_come.put(None)
         self._reads.leaving.put(None)
         self._comes.leaving.put(None)
         for thread in threads:
@@ -181,16 +188,16 @@ class Transfer:
     def _start(self, flow: _Flow, begin: Any) -> None:
         while flow.todo and len(flow.current) < AHEAD:
             unit = flow.todo[0]
+            if flow.current and flow.nbytes + unit.nbytes > self._half:
+                return  # also for a unit that is larger than all of that: it comes alone
             if flow.head != unit.number:
                 flow.head, flow.live = unit.number, self.cargo.live(unit)
             live = flow.live
             block = None
-            if live is None and unit.nbytes <= flow.pool.size:
+            if live is None and flow.pool.size // SMALL <= unit.nbytes <= flow.pool.size:
                 block = flow.pool.take(timeout=0)
                 if block is None:
                     return
-            elif live is None and flow.current:
-                return  # larger than a block: alone
             if live is not None:
                 data = live
             elif block is not None:
@@ -200,6 +207,7 @@ class Transfer:
             flow.todo.popleft()
             job = _Job(unit, data[: unit.nbytes], block, flow.pool, live is not None)
             flow.current.append(job)
+            flow.nbytes += unit.nbytes
             self._jobs[unit.number] = job
             begin(job)
 
@@ -237,6 +245,7 @@ class Transfer:
             flow = self._reads if job.unit.chain[0] == self.comm.rank else self._comes
             if job.placed and job.left and job in flow.current:
                 flow.current.remove(job)
+                flow.nbytes -= job.unit.nbytes
                 if job.block is not None:
                     job.pool.give(job.block)
             self._changed.notify_all()
@@ -299,7 +308,8 @@ class Transfer:
             except (RuntimeError, CkptError) as error:
                 self._break(error)
                 return
-            self.outcome.received += job.unit.nbytes
+            with self._changed:
+                self.outcome.received += job.unit.nbytes
             try:
                 if not self._spoilt:
                     self.cargo.check(job.unit, job.data)

@@ -136,13 +136,17 @@ class Comm:
         self._forget_previous()
         self._entered(key)
 
-    def missed(self) -> bool:
-        """Have others given up an operation that this rank has not entered?"""
-        return self.kv is not None and self.kv.check([f"{self.operation + 1}/enter/done"])
+    def missed(self) -> RankFailure | None:
+        """Return why others have given up an operation that this rank has not entered, if they have."""
+        key = f"{self.operation + 1}/enter"
+        if self.kv is None or not self.kv.check([f"{key}/done"]):
+            return None
+        entry = self._outcome(key)
+        return RankFailure(entry.step, entry.failures)
 
     def catch_up(self) -> None:
         """Take note of all that this rank has missed."""
-        while self.missed():
+        while self.missed() is not None:
             self.operation += 1
 
     def run(self, name: str, work: Callable[[], T]) -> T:

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 ONCE, EACH, AUTO = "once", "each", "auto"
 SMALLEST_BUDGET = 16 << 20
-HANDED_BYTES = 4 << 20
-"""Most bytes of a unit that is handed on, unless one chunk has more."""
+HANDED_BYTES = 5 << 20
+"""Most bytes of a unit that is handed on, unless one chunk has more: a chunk of full size and small ones beside it."""
 LOCAL_TYPES = frozenset({
     "ext2", "ext3", "ext4", "xfs", "btrfs", "f2fs", "zfs", "bcachefs", "tmpfs", "ramfs", "overlay", "vfat", "exfat",
 })  # fmt: skip

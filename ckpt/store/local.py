@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from ckpt.errors import ObjectExists, StoreError
 from ckpt.store.base import Buffer, ObjectInfo, check_key
+from ckpt.store.local_ahead import AheadWriter
 from ckpt.store.local_system import DIRECT_BYTES, REFUSED, Device, mapped, mostly_cached, set_direct
 from ckpt.store.local_writer import LocalWriter, sync_dir
 
@@ -116,9 +117,15 @@ class LocalStore:
         else:
             os.unlink(temp)
 
-    def writer(self, key: str, *, head: int = 0, size: int = 0, blocks: Blocks | None = None) -> LocalWriter:
-        """See :class:`~ckpt.store.base.Store`."""
-        return LocalWriter(self, key, head)
+    def writer(
+        self, key: str, *, head: int = 0, size: int = 0, blocks: Blocks | None = None
+    ) -> LocalWriter | AheadWriter:
+        """See :class:`~ckpt.store.base.Store`. With ``blocks``, writes return when the bytes are copied."""
+        writer = LocalWriter(self, key, head)
+        # Where there is no page cache apart from the file's own memory, a copy into it is all that a write is.
+        if blocks is None or not self.device(writer.fd).cached:
+            return writer
+        return AheadWriter(writer, blocks)
 
     def get(self, key: str, start: int = 0, nbytes: int | None = None) -> bytes:
         """See :class:`~ckpt.store.base.Store`."""

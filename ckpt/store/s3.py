@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt.errors import ObjectExists, StoreError, StoreUnavailable
 from ckpt.store.base import Buffer, ObjectInfo, Orphan, check_key
-from ckpt.store.s3_client import Api, Body, Tries, crc32
+from ckpt.store.s3_client import Api, Body, Tries, crc32, told
 from ckpt.store.s3_errors import Fault, Kind, to_error
 from ckpt.store.s3_options import S3Options, parse, tell
 from ckpt.store.s3_writer import NONCE, S3Writer
@@ -89,7 +89,8 @@ class S3Store:
         def step(client: Any, sums: bool) -> None:
             # Not a file if it is small: with one, botocore asks the server first whether it may send (a round trip).
             body = Body(views) if sum(view.nbytes for view in views) > SLICE else b"".join(views)
-            client.put_object(**name, **extra, **({"ChecksumCRC32": crc32(views)} if sums else {}), Body=body)
+            crc = {"ChecksumCRC32": crc32(views)} if sums else {}
+            told(client.put_object(**name, **extra, **crc, Body=body), "ETag", doing, key, self.url)
 
         def exists(fault: Fault) -> None:
             if tries.count == 1 or not self._is_ours(key, views, nonce):
@@ -99,9 +100,9 @@ class S3Store:
 
     def _is_ours(self, key: str, views: list[memoryview], nonce: str) -> bool:
         """Is the object what an earlier try of the same put has written?"""
-        told = self.head("look at", key)
-        if told is not None and NONCE in told["Metadata"]:
-            return bool(told["Metadata"][NONCE] == nonce)
+        found = self.head("look at", key)
+        if found is not None and NONCE in found.get("Metadata", {}):
+            return bool(found["Metadata"][NONCE] == nonce)
         return self.get(key) == b"".join(views)  # an endpoint that does not keep metadata
 
     def _prove(self, key: str, view: memoryview) -> None:
@@ -162,8 +163,8 @@ class S3Store:
 
     def size(self, key: str) -> int | None:
         """See :class:`~ckpt.store.base.Store`."""
-        told = self.head("size of", key)
-        return None if told is None else int(told["ContentLength"])
+        found = self.head("size of", key)
+        return None if found is None else int(found["ContentLength"])
 
     def head(self, doing: str, key: str, stop: threading.Event | None = None) -> dict[str, Any] | None:
         """Return what a HEAD says; None if there surely is no such object. ``stop``: see :meth:`Api.run`."""
@@ -178,7 +179,9 @@ class S3Store:
             self.api.run(doing, key, get, answers=answers, stop=stop)
 
         def step(client: Any, sums: bool) -> dict[str, Any] | None:
-            return dict(client.head_object(**name))
+            answer = dict(client.head_object(**name))
+            told(answer, "ContentLength", doing, key, self.url)
+            return answer
 
         return self.api.run(doing, key, step, answers={Kind.UNSURE: why, Kind.NO_KEY: why}, stop=stop)
 
@@ -188,10 +191,9 @@ class S3Store:
         more = {"Bucket": self.bucket, "Prefix": self._below(prefix), **extra}
         while True:
             page: dict[str, Any] = self.api.run("list", prefix, lambda client, sums: client.list_objects_v2(**more))
-            if "IsTruncated" not in page:  # some other service's 200 parses as an empty list
-                raise StoreError(f"list {prefix!r} in {self.url}: the answer is not that of an S3 endpoint", prefix)
+            more_pages = told(page, "IsTruncated", "list", prefix, self.url)
             yield page
-            if not page["IsTruncated"]:
+            if not more_pages:
                 return
             more["ContinuationToken"] = page["NextContinuationToken"]
 
@@ -229,14 +231,15 @@ class S3Store:
         skip, found = len(self.prefix) + 1 if self.prefix else 0, []
         while True:
             page = self.api.run("list uploads", prefix, lambda client, sums: client.list_multipart_uploads(**more))
-            told = page["ResponseMetadata"]["HTTPHeaders"].get("date")  # the server's own clock
-            now = parsedate_to_datetime(told) if told else datetime.now(timezone.utc)
+            more_pages = told(page, "IsTruncated", "list uploads", prefix, self.url)
+            date = page["ResponseMetadata"]["HTTPHeaders"].get("date")  # the server's own clock
+            now = parsedate_to_datetime(date) if date else datetime.now(timezone.utc)
             for upload in page.get("Uploads", ()):
                 age = (now - upload["Initiated"]).total_seconds()
                 if age >= older_than_s and upload["Key"].startswith(more["Prefix"]):
                     nbytes = self._uploaded(upload["Key"], upload["UploadId"])
                     found.append(Orphan(upload["Key"][skip:], upload["UploadId"], age, nbytes))
-            if not page.get("IsTruncated"):
+            if not more_pages:
                 return found
             more.update(KeyMarker=page["NextKeyMarker"], UploadIdMarker=page["NextUploadIdMarker"])
 
@@ -302,14 +305,14 @@ class _Read:
         answer = client.get_object(**self.store.name_of(self.key), **asked)
         with closing(answer["Body"]) as body:
             first = self.start + self.done
-            told = answer.get("ContentRange", "").partition("-")[0].removeprefix("bytes ").strip()
-            if "Range" in asked and (told or "0") != str(first):
+            given = answer.get("ContentRange", "").partition("-")[0].removeprefix("bytes ").strip()
+            if "Range" in asked and (given or "0") != str(first):
                 raise StoreError(
-                    f"read {self.key!r} in {self.store.url}: expected bytes from {first}, found {told or 'all of it'}",
+                    f"read {self.key!r} in {self.store.url}: expected bytes from {first}, found {given or 'all of it'}",
                     self.key,
                 )
             self.etag = answer.get("ETag", "")
-            length = int(answer["ContentLength"])
+            length = int(told(answer, "ContentLength", "read", self.key, self.store.url))
             end = self.done + (length if self.nbytes is None else min(length, self.nbytes - self.done))
             if self.grow and len(self.buffer) < end:
                 bigger = memoryview(bytearray(end))

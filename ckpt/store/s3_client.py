@@ -20,8 +20,9 @@ import boto3
 import urllib3
 from botocore import exceptions as boto
 from botocore.config import Config
+from botocore.parsers import ResponseParserError
 
-from ckpt.errors import CkptError
+from ckpt.errors import CkptError, StoreError
 from ckpt.store.s3_errors import Fault, Kind, of_answer, to_error
 
 if TYPE_CHECKING:
@@ -59,7 +60,15 @@ _CONFIG = (
     boto.UnknownRegionError,
 )
 _DAMAGED = (boto.FlexibleChecksumError, boto.ChecksumError)
-_BROKEN = (boto.HTTPClientError, boto.ConnectionError, boto.IncompleteReadError, urllib3.exceptions.HTTPError, OSError)
+_BROKEN = (
+    boto.HTTPClientError,
+    boto.ConnectionError,
+    boto.IncompleteReadError,
+    ResponseParserError,  # what a proxy or load balancer in between says in its own words
+    urllib3.exceptions.HTTPError,
+    OSError,
+)
+_VENDORS = (boto.BotoCoreError, boto.ClientError, ResponseParserError, urllib3.exceptions.HTTPError, OSError)
 
 _random = random.SystemRandom()  # a save must not move the user's streams of random numbers
 
@@ -117,6 +126,17 @@ def crc32(views: Sequence[memoryview]) -> str:
     return base64.b64encode(value.to_bytes(4, "big")).decode()
 
 
+def told(answer: Mapping[str, Any], name: str, doing: str, key: str, url: str) -> Any:
+    """Return a field that every S3 endpoint's answer has.
+
+    Raises:
+        StoreError: it is not there. Some other service's 200 is parsed as an answer in which nothing is said.
+    """
+    if name not in answer:
+        raise StoreError(f"{doing} {key!r} in {url}: an answer without {name}: is this an S3 endpoint?", key)
+    return answer[name]
+
+
 class Tries:
     """How often a call was sent."""
 
@@ -166,7 +186,7 @@ class Api:
                 result = step(self._client(), sums)
             except CkptError:
                 raise
-            except (boto.BotoCoreError, boto.ClientError, urllib3.exceptions.HTTPError, OSError) as error:
+            except _VENDORS as error:
                 fault, cause = classify(error), error
             else:
                 if refused is not None:
@@ -272,6 +292,6 @@ def classify(error: Exception) -> Fault:
         return Fault(Kind.DAMAGED, text)
     if "CERTIFICATE_VERIFY_FAILED" in text:
         return Fault(Kind.OTHER, text, "the endpoint's certificate is not trusted: AWS_CA_BUNDLE names your own")
-    if isinstance(error, _BROKEN) or type(error).__name__ == "ResponseParserError":
+    if isinstance(error, _BROKEN):
         return Fault(Kind.RETRY, text)
     return Fault(Kind.OTHER, text)

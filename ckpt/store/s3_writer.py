@@ -17,7 +17,7 @@ import numpy as np
 from ckpt.errors import AccessDenied, CkptError, StoreError, StoreUnavailable
 from ckpt.store.base import Buffer, check_head
 from ckpt.store.blocks import Blocks
-from ckpt.store.s3_client import Body, crc32
+from ckpt.store.s3_client import Body, crc32, told
 from ckpt.store.s3_errors import Kind
 from ckpt.store.s3_options import MAX_OBJECT, MAX_PART
 
@@ -193,19 +193,22 @@ class S3Writer:
     def _create(self) -> None:
         def step(client: Any, sums: bool) -> str:
             extra = {"ChecksumAlgorithm": "CRC32"} if sums else {}
-            return str(client.create_multipart_upload(**self.name, Metadata={NONCE: self.nonce}, **extra)["UploadId"])
+            answer = client.create_multipart_upload(**self.name, Metadata={NONCE: self.nonce}, **extra)
+            return str(told(answer, "UploadId", doing, self.key, self.store.url))
 
-        self.upload = self.store.api.run("begin the upload of", self.key, step)
+        doing = "begin the upload of"
+        self.upload = self.store.api.run(doing, self.key, step)
 
     def _upload(self, number: int, views: list[memoryview], part: _Part | None) -> None:
         def step(client: Any, sums: bool) -> dict[str, Any]:
             crc = {"ChecksumCRC32": crc32(views)} if sums else {}
-            told = client.upload_part(**self.name, UploadId=self.upload, PartNumber=number, Body=Body(views), **crc)
-            return {"PartNumber": number, "ETag": told["ETag"], **crc}
+            answer = client.upload_part(**self.name, UploadId=self.upload, PartNumber=number, Body=Body(views), **crc)
+            return {"PartNumber": number, "ETag": told(answer, "ETag", doing, self.key, self.store.url), **crc}
 
+        doing = f"write part {number} of"
         try:
             if not self.stop.is_set():
-                self.sent[number] = self.store.api.run(f"write part {number} of", self.key, step, stop=self.stop)
+                self.sent[number] = self.store.api.run(doing, self.key, step, stop=self.stop)
         except CkptError as error:
             self.error = self.error or error
         except BaseException as error:  # it must reach the writer's thread, whatever it is
@@ -281,10 +284,10 @@ class S3Writer:
 
     def _state(self, stop: threading.Event | None = None) -> str:
         """Return what is wrong with the object that should be there now; empty if it is ours and whole."""
-        told = self.store.head("look at", self.key, stop)
-        if told is None:
+        there = self.store.head("look at", self.key, stop)
+        if there is None:
             return f"expected an object of {self.total} bytes, found none: was its upload aborted?"
-        nonce, found = told.get("Metadata", {}).get(NONCE, self.nonce), int(told["ContentLength"])
+        nonce, found = there.get("Metadata", {}).get(NONCE, self.nonce), int(there["ContentLength"])
         if nonce != self.nonce:
             return "found an object that somebody else has written"
         return "" if found == self.total else f"expected {self.total} bytes, found {found}"

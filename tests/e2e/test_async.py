@@ -69,7 +69,6 @@ def test_training_that_goes_on_at_once_does_not_change_what_is_saved(name: str, 
             "state": [],
             "objects": True,
             "strays": [],
-            "divergences": [],
             "as the front": True,
             "losses": True,
             "final": [],
@@ -84,8 +83,7 @@ def test_training_that_goes_on_at_once_does_not_change_what_is_saved(name: str, 
 def test_what_forward_and_the_loop_change_does_not_leak(tmp_path: Path) -> None:
     for found in ranks(2, f"{CASES}:leaks", timeout=150, root=str(tmp_path)).values():
         assert found["losses"]
-        (rates,), table, batches = found["at"]
-        assert (len(rates), table, batches) == (4, [3.0] * 4, 2)
+        assert found["at"] == [4, [3.0] * 4, 2]
 
 
 @pytest.mark.parametrize(("how", "words"), [("full", "StoreFull: no space left"), ("absent", "did not call")])
@@ -98,7 +96,7 @@ def test_a_failure_on_one_rank_is_everybodys_and_training_goes_on(how: str, word
         assert words in one["error"][1]
     for one in found:
         assert one["second"] == (found[0]["error"][1] if how == "absent" else None)
-        assert one["steps"] == [1, 4]
+        assert one["steps"] == [1, 5]
         assert len(one["losses"]) == 3
 
 
@@ -116,7 +114,7 @@ def test_many_saves_leave_nothing_behind(options: dict[str, Any], tmp_path: Path
     saves = 20
     for found in ranks(2, f"{CASES}:many", timeout=200, root=str(tmp_path), saves=saves, **options).values():
         early, late = found["counts"]
-        assert late == early
+        assert all(late[what] <= early[what] for what in early), (early, late)
         assert found["groups"] == ["MainThread"] * 2  # of the foreground, and of what is behind
         assert found["wrong"] == []
         assert found["used"]["all_gather"] >= saves

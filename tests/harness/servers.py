@@ -10,10 +10,10 @@ import ctypes
 import itertools
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
+import sys
 import time
 from contextlib import suppress
 from functools import cached_property
@@ -96,7 +96,7 @@ class Weed(S3Server):
         """Start it, again after a kill if need be, and wait until it stores and gives back."""
         s3, s3_grpc, master, master_grpc, volume, volume_grpc, filer, filer_grpc = self.ports
         command = [
-            shutil.which("weed") or "weed", "-logtostderr=true", "mini",
+            str(Path(sys.executable).with_name("weed")), "-logtostderr=true", "mini",
             f"-dir={self.folder}/data", "-ip=127.0.0.1", "-ip.bind=127.0.0.1",
             f"-s3.port={s3}", f"-s3.port.grpc={s3_grpc}", f"-s3.config={self.folder}/s3.json", "-s3.port.iceberg=0",
             f"-master.port={master}", f"-master.port.grpc={master_grpc}",

@@ -266,6 +266,7 @@ class _Flight(threading.local):
     """The last asynchronous save of each rank."""
 
     handle: SaveHandle | None = None
+    comm: Comm | None = None
 
 
 @contextmanager
@@ -274,6 +275,7 @@ def thread_communicators(clock: Callable[[], float] = time.monotonic) -> Iterato
     with ExitStack() as stack:
         stack.enter_context(mock.patch("ckpt.saving.communicator", _current))
         stack.enter_context(mock.patch("ckpt.saving.background_communicator", _behind))
+        stack.enter_context(mock.patch("ckpt.preempting.communicator", _current))
         stack.enter_context(mock.patch("ckpt.runtime.behind._last", _Flight()))
         stack.enter_context(mock.patch("ckpt.loading.communicator", _current))
         stack.enter_context(mock.patch("ckpt.auditing.communicator", _current))

@@ -25,7 +25,7 @@ def cramped(ahead: int, span: int) -> ExitStack:
     """Units of a few bytes, and few of them on their way."""
     stack = ExitStack()
     stack.enter_context(mock.patch("ckpt.runtime.broadcast.AHEAD", ahead))
-    stack.enter_context(mock.patch("ckpt.runtime.restoring.span_for", lambda read, budget: span))
+    stack.enter_context(mock.patch("ckpt.runtime.restoring.span_for", return_value=span))
     stack.enter_context(mock.patch("ckpt.plan.local_plan.CHUNK_BYTES", 16))
     return stack
 

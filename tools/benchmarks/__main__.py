@@ -18,6 +18,7 @@ import tempfile
 import time
 from contextlib import ExitStack, suppress
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -42,11 +43,15 @@ SMOKE: dict[str, Any] = {
 PACKAGES = ("torch", "deepspeed", "torchsnapshot", "torch_checkpointing", "dlrover", "bytecheckpoint", "safetensors")
 
 
+class LayoutFailed(Exception):
+    """The job of a layout did not end as it should."""
+
+
 def launch(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     """Run one job a layout and return everything that was measured."""
     about = machine() | {"filesystem": filesystem(options.dir), "packages": dict(_versions())}
     asked = {name: value for name, value in vars(options).items() if isinstance(value, int | float | str | list)}
-    result: dict[str, Any] = {"machine": about, "options": asked, "layouts": [], "not_run": NOT_RUN}
+    result: dict[str, Any] = {"machine": about, "options": asked, "layouts": [], "failed": [], "not_run": NOT_RUN}
     started = time.monotonic()
     with ExitStack() as stack:
         environment, roots = {**os.environ}, {}
@@ -59,8 +64,14 @@ def launch(options: argparse.Namespace, console: Console) -> dict[str, Any]:
                 roots[name] = stack.enter_context(tempfile.TemporaryDirectory(prefix=f"bench-{name}-", dir=above))
         for layout in options.layouts:
             console.print(f"{layout} …", style="dim")
-            result["layouts"].append(_one_layout(options, layout, roots, environment, console))
-    result["seconds"] = time.monotonic() - started
+            try:
+                result["layouts"].append(_one_layout(options, layout, roots, environment, console))
+            except LayoutFailed as error:  # an hour of other layouts is not to be lost
+                console.print(f"{layout}: {error}", style="red", markup=False)
+                result["failed"].append(layout)
+            result["seconds"] = time.monotonic() - started
+            if options.json:
+                options.json.write_text(json.dumps(result, indent=1) + "\n")
     return result
 
 
@@ -99,7 +110,7 @@ def _one_layout(
         if options.log:
             shutil.copy(work / "log", f"{options.log}-{layout}")
         if job.returncode or not (work / "result.json").exists():
-            raise SystemExit(f"{(work / 'log').read_text()[-6000:]}\n{layout} ended with exit code {job.returncode}")
+            raise LayoutFailed(f"{(work / 'log').read_text()[-6000:]}\nended with exit code {job.returncode}")
         return json.loads((work / "result.json").read_text())
 
 
@@ -201,6 +212,8 @@ def main() -> None:
     options = parser.parse_args()
     if not set(options.stall_stores) & set(options.stores):
         options.stall_stores = options.stores[:1]
+    if options.plot and find_spec("matplotlib") is None:
+        parser.error("--plot needs matplotlib")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by a signal"))  # not without ending the job
     options.dir = options.dir.resolve()
     options.dir.mkdir(parents=True, exist_ok=True)
@@ -209,8 +222,6 @@ def main() -> None:
         result = json.loads(options.from_json.read_text())
     else:
         result = launch(options, Console(stderr=True, highlight=False))
-    if options.json:
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
     for table in tables(result):
         if options.md:
             print(markdown(table))
@@ -220,6 +231,7 @@ def main() -> None:
         from benchmarks.plot import draw
 
         draw(result, options.plot)
+    sys.exit(1 if result["failed"] else 0)
 
 
 if __name__ == "__main__":

@@ -30,8 +30,8 @@ def draw(result: dict[str, Any], path: Path) -> None:
         panels.append((title, lambda y, n, s=store: y.against("save", n, "raw", s, "durable"), 1.0))
         title = f"load from {store}, rate of a raw read = 1"
         panels.append((title, lambda y, n, s=store: y.against("load", n, "raw", s, "load"), 1.0))
-    for store in dict.fromkeys(s for layout in layouts for s in layout.stores("stall")):
-        panels.append((f"seconds lost a save, {store}", lambda y, n, s=store: y.lost(n, s), 0.0))
+    stalls = dict.fromkeys(s for layout in layouts for s in layout.stores("stall"))
+    panels += [(f"seconds lost a save, {store}", lambda y, n, s=store: y.lost(n, s), 0.0) for store in stalls]
     names = [n for n in PEERS if any(n in layout.peers("save", "load", "stall") for layout in layouts)]
     colors = dict(zip(names, plt.get_cmap("tab10").colors, strict=False))
     chart, axes = plt.subplots(len(panels), 1, figsize=(9, 2.1 * len(panels)), squeeze=False, layout="constrained")

@@ -108,7 +108,9 @@ class Rank:
         (self.records if run else self.first).append({"item": item, "peer": peer, "store": store, "run": run, **merged})
 
     def drop(self, peer: str, reason: str, what: str = "") -> None:
-        """Note that a system does not take part, or not in one item, and why."""
+        """Note once that a system does not take part, or not in one item, and why."""
+        if any(one["peer"] == peer and one["what"] == what for one in self.not_run):
+            return
         self.not_run.append({"peer": peer, "what": what, "reason": reason})
 
     def peers_on(self, store: FileStore | S3Store) -> list[Peer]:

@@ -7,8 +7,9 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from benchmarks.system import available_memory
 from measure import cached_share, files_below, fsync, make_cold, size_below
+
+from benchmarks.system import available_memory
 
 BUCKET = "bench"
 SPARE = 2 << 30

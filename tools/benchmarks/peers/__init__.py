@@ -34,7 +34,7 @@ PEERS: dict[str, type[Peer]] = {
 """Name -> class, in the order of the tables. ckpt comes first."""
 
 NOT_RUN = {
-    "megatron-core": "dist_checkpointing needs CUDA stubs for the whole process, which would slow every other peer down",
+    "megatron-core": "dist_checkpointing needs CUDA stubs for the whole process, which would slow the others down",
     "nvidia-resiliency-ext": "on CPU tensors its staging is an alias, not a copy: the snapshot would not be one",
     "orbax": "JAX's; has no torch engine to save",
 }

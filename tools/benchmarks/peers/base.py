@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
     from benchmarks.engines import Job

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch.distributed as dist
 
 from benchmarks.peers.base import Handle, Peer
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from benchmarks.engines import Job
 
 WAIT_SECONDS = 600
 
@@ -24,7 +28,7 @@ class Dcp(Peer):
     stores: ClassVar[tuple[str, ...]] = ("tmpfs", "disk", "s3")
     note: ClassVar[str] = "ZeRO: partitions under keys of each rank, a naive user's best"
 
-    def __init__(self, job: Any, scratch: Path) -> None:
+    def __init__(self, job: Job, scratch: Path) -> None:
         super().__init__(job, scratch)
         self.group = dist.new_group(backend="gloo")  # its thread must not meet training's collectives
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch.distributed as dist
@@ -10,6 +9,7 @@ import torch.distributed as dist
 from benchmarks.peers.base import Handle, Peer
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
     from pathlib import Path
 
     from benchmarks.engines import Job
@@ -20,8 +20,8 @@ WAIT_SECONDS = 600
 class TorchCheckpointing(Peer):
     """``CheckpointManager`` with its synchronous and its asynchronous saver.
 
-    Two repairs for a CPU: direct I/O is off (it writes unaligned buffers, which the kernel refuses), and its exchange of
-    metadata, which asks for CUDA tensors by name, goes through torch's own collective of objects.
+    Two repairs for a CPU: direct I/O is off (it writes unaligned buffers, which the kernel refuses), and its exchange
+    of metadata, which asks for CUDA tensors by name, goes through torch's own collective of objects.
     """
 
     name: ClassVar[str] = "torch_checkpointing"
