@@ -75,8 +75,8 @@ def load(
         cast: convert tensors whose dtype differs, and list them; otherwise that is an error.
         timeout: seconds without a sign of life after which a rank counts as lost (default ``CKPT_TIMEOUT``, 300).
         read: ``once``: each chunk is read from the store by one rank, and ranks hand it on to those that need it.
-            ``each``: every rank reads what it needs. ``auto``: ``each`` from a file system of the ranks' own hosts,
-            ``once`` from any other store.
+            ``each``: every rank reads what it needs. ``auto``: once from a store behind a network, once for each host
+            from the hosts' own disks, each for itself from memory (tmpfs).
         budget: bytes of host memory that the load may use on each rank beside the live state.
         io_limit: most bytes per second that this rank may read from the store.
 
@@ -88,6 +88,8 @@ def load(
             ``strict``) optimizer groups that were cut differently.
         IntegrityError, FormatError: damage, named by tensor and file; :class:`RankFailure` if only some ranks met it
             (``once``: the error of the rank that was to read it, on all).
+
+    An asynchronous save of this process that is in flight is finished first. How it ended is told by the next save.
 
     An error before the first byte is placed leaves the engine as it was. After one that comes later the engine refuses
     to run forward and to be saved, until a load succeeds.
@@ -182,7 +184,7 @@ class _Load:
         """
 
         def work() -> bytes:
-            self.read = choose(self.read, self.comm.world, self.store.url)
+            self.read = choose(self.read, self.hosts, self.store.url)
             repo = Repository(self.store)
             newest = repo.pick(self.step_asked)
             earlier = [s for s in repo.steps() if s < newest] if fallback else []

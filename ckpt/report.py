@@ -109,7 +109,8 @@ class LoadReport:
     phases: dict[str, float] = field(default_factory=dict)
     """seconds of this rank by phase: plan, read, finish"""
     read: str = "each"
-    """``each``: every rank read what it needed; ``once``: each chunk was read by one rank and handed on"""
+    """``each``: every rank read what it needed; ``once``: each chunk was read by one rank and handed on;
+    ``once per host``: the same, on every host"""
     read_by_rank: tuple[int, ...] = ()
     """bytes that each rank got from the store: chunks, objects and index"""
     bytes_received: int = 0

@@ -76,7 +76,7 @@ def save(
     Raises:
         RankFailure: a step failed on some ranks, or some did not call; the same error on every rank.
         ConfigError, LayoutError, StoreError, CheckpointExists: the same cause on every rank.
-        CkptError: the asynchronous save before has failed, and nobody has asked its handle.
+        CkptError: the asynchronous save before, which is finished first, has failed, and a rank has not heard of it.
 
     After an error nothing is committed, the previous steps are untouched, and training can go on. The one exception is
     a :class:`RankFailure` in step ``commit``: rank 0 was lost while it published, and the step may be there or not.
@@ -129,7 +129,7 @@ def async_save(
     Raises:
         ConfigError: ``on_busy`` or ``timeout`` is none.
         SaveInFlight: with ``on_busy="refuse"``.
-        CkptError: the asynchronous save before has failed, and nobody has asked its handle.
+        CkptError: the asynchronous save before has failed, and a rank has not heard of it.
     """
     watch = Stopwatch()
     if on_busy not in ON_BUSY:

@@ -6,6 +6,7 @@
    what, survival of hosts, report as JSON; then with twice the data-parallel ranks.
 2. One rank's own planning (``ckpt/plan/local_plan.py``), for a rank of the first, a middle and the last stage, from its
    own cells. What other ranks would tell it (loads, sizes of groups) is given: the exchange is not in the time.
+   "sends": digests to the owners of its shared chunks, in each save (the same number comes in, on average).
 3. The whole job planned by one rank, as live jobs do it today: 1,024 ranks of Llama-3 8B.
 4. All ranks' process groups, which every rank decodes and checks at each load, and at the save of a new layout.
 5. ``torch.distributed.checkpoint``: ``DefaultSavePlanner`` on DTensors of the same tensors, one pipeline stage of the
@@ -37,10 +38,11 @@ from ckpt.analysis.report import analyze
 from ckpt.describe.closed import holdings
 from ckpt.describe.presets import preset
 from ckpt.errors import LayoutError
+from ckpt.format.digest import SIZE
 from ckpt.layout.graph import ShardGraph
 from ckpt.layout.mesh import problems_of_claims
 from ckpt.layout.spec import RankLayout
-from ckpt.plan.local_plan import plan_of_rank
+from ckpt.plan.local_plan import GroupPlan, plan_of_rank
 from ckpt.plan.save_plan import build_save_plan
 from ckpt.plan.wire import decode_layouts, encode_layout
 
@@ -115,11 +117,16 @@ def whole_analysis(runs: int) -> Table:
     return table
 
 
+def digests_sent(plans: Sequence[GroupPlan], rank: int) -> int:
+    """Return the bytes of digests that a rank sends in a save: one for each chunk that another rank owns."""
+    return SIZE * sum(owner != rank for plan in plans for owner in plan.owners)
+
+
 def own_planning(runs: int) -> Table:
     """Time one rank's own planning in the large job."""
     table = _table(
         f"One rank's own planning, Llama-3 405B on 16,384 ranks (median of {runs}, min–max)",
-        ("layout", "rank of", "holds, GB", "cells known", "groups", "chunks held", "writes, GB", "ms", "CPU ms"),
+        "layout/rank of/holds, GB/cells known/groups/chunks held/writes, GB/sends, kB/ms/CPU ms".split("/"),
     )
     for zero in (1, 3):
         job = Job(LLAMA_405B, tp=8, pp=16, dp=128, zero=zero)
@@ -138,6 +145,7 @@ def own_planning(runs: int) -> Table:
                 f"{len(plans)}",
                 f"{sum(len(plan.chunks) for plan in plans):,}",
                 f"{sum(plan.loads[plan.ranks.index(rank)] for plan in plans) / GB:.3f}",
+                f"{digests_sent(plans, rank) / 1e3:.1f}",
                 *milliseconds(lambda view=view: plan_of_rank(view, told), runs),
             )
     return table

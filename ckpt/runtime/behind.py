@@ -10,6 +10,7 @@ import concurrent.futures.thread  # noqa: F401 - what it does at exit has to com
 import logging
 import threading
 import time
+import weakref
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -35,10 +36,17 @@ LOOK_SECONDS = 0.5
 
 
 class _Flight:
-    """``handle``: of the last asynchronous save of this process, done or not. ``comm``: with whom it is done."""
+    """``handle``: of the last asynchronous save of this process, done or not. ``comm``: with whom it is done, if that
+    job is still there.
+    """
 
     handle: SaveHandle | None = None
-    comm: Comm | None = None
+    comm: weakref.ref[Comm] | None = None
+
+    def others(self) -> Comm | None:
+        """Return the communicator while no save uses it: it is not thread-safe."""
+        idle = self.handle is None or self.handle.durable.done()
+        return self.comm() if idle and self.comm is not None else None
 
 
 _last = _Flight()
@@ -59,13 +67,13 @@ def wait_for_last() -> None:
 
 def meeting(comm: Comm) -> None:
     """Note with whom this process saves behind the training."""
-    _last.comm = comm
+    _last.comm = weakref.ref(comm)
 
 
 def missed() -> RankFailure | None:
     """Return why the others have given up an asynchronous save that this rank was not called for, if they have."""
-    idle = _last.handle is None or _last.handle.durable.done()
-    return _last.comm.missed() if idle and _last.comm is not None else None
+    comm = _last.others()
+    return comm.missed() if comm is not None else None
 
 
 def unheard() -> bytes:
@@ -91,8 +99,9 @@ def raise_unheard(told: Iterable[bytes]) -> None:
     own = _last.handle.durable.peek() if _last.handle is not None else None
     if own is not None:
         _last.handle = None
-    if missed() is not None and _last.comm is not None:
-        _last.comm.catch_up()
+    comm = _last.others()
+    if comm is not None:
+        comm.catch_up()
     if wire:
         # The rank's own error has the cause and its traceback; one that did not take part in that save has none.
         theirs = from_wire(msgspec.json.decode(wire))

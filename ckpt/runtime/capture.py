@@ -6,6 +6,7 @@ once, on a stream of our own: while the bytes of one tensor are digested and sto
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
@@ -84,6 +85,7 @@ class _Copy:
 
 _streams: dict[int, torch.cuda.Stream] = {}
 _free: list[torch.Tensor] = []
+_lock = threading.Lock()
 
 
 def _side_stream(after: torch.cuda.Event | None) -> torch.cuda.Stream | None:
@@ -103,9 +105,10 @@ def _side_stream(after: torch.cuda.Event | None) -> torch.cuda.Stream | None:
 
 def _pinned(nbytes: int) -> torch.Tensor:
     """Return a pinned buffer of at least so many bytes; pinning is slow, so they are kept."""
-    for k, buffer in enumerate(_free):
-        if buffer.numel() >= nbytes:
-            return _free.pop(k)
-    if _free:
-        _free.pop()  # too small for what this job's chunks are: replaced
+    with _lock:  # an audit may look at the state while a save behind the training does
+        for k, buffer in enumerate(_free):
+            if buffer.numel() >= nbytes:
+                return _free.pop(k)
+        if _free:
+            _free.pop()  # too small for what this job's chunks are: replaced
     return torch.empty(max(nbytes, 1), dtype=torch.uint8, pin_memory=True)

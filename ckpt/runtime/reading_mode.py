@@ -10,17 +10,20 @@ from ckpt.format.digest import raw_digest
 from ckpt.plan.read_plan import SPAN_BYTES, decode_runs, encode_runs
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from ckpt.plan.read_plan import Runs
     from ckpt.runtime.comm import Comm
 
-ONCE, EACH, AUTO = "once", "each", "auto"
+ONCE, EACH, AUTO, PER_HOST = "once", "each", "auto", "once per host"
 SMALLEST_BUDGET = 16 << 20
 HANDED_BYTES = 5 << 20
 """Most bytes of a unit that is handed on, unless one chunk has more: a chunk of full size and small ones beside it."""
-LOCAL_TYPES = frozenset({
-    "ext2", "ext3", "ext4", "xfs", "btrfs", "f2fs", "zfs", "bcachefs", "tmpfs", "ramfs", "overlay", "vfat", "exfat",
+MEMORY_TYPES = frozenset({"tmpfs", "ramfs"})
+DISK_TYPES = frozenset({
+    "ext2", "ext3", "ext4", "xfs", "btrfs", "f2fs", "zfs", "bcachefs", "overlay", "vfat", "exfat",
 })  # fmt: skip
-"""File systems of one host. What is on them is in the page cache of that host, or on a disk of its own."""
+"""File systems of one host. If several hosts see the same root on one of these, each has a copy of its own."""
 
 
 def checked_read(read: object) -> str:
@@ -56,17 +59,23 @@ def span_for(read: str, budget: int) -> int:
     return min(SPAN_BYTES if read == EACH else HANDED_BYTES, budget // 4 >> 20 << 20)
 
 
-def choose(read: str, world: int, url: str) -> str:
-    """Return ``once`` or ``each``.
+def choose(read: str, hosts: Sequence[str], url: str) -> str:
+    """Return how the ranks on ``hosts`` (a name each) read from a store: ``once``, ``once per host`` or ``each``.
 
-    ``auto``: each rank reads for itself where that costs the storage nothing: from a file system of its own host, whose
-    other ranks find the bytes in the page cache, or which is a disk with a copy of its own. Else, once.
+    ``auto``: a store behind a network, once. A disk of the ranks' own hosts, once for each host: cold bytes are read
+    past the page cache, so that of two ranks that read the same each would ask the disk. Memory, or ranks that share
+    neither disk nor host, each for itself: nothing is gained by handing on.
     """
-    if read != AUTO or world == 1:
-        return EACH if world == 1 else read
+    if len(hosts) == 1:
+        return EACH
+    if read != AUTO:
+        return read
     if not url.startswith("/"):
         return EACH if url.startswith("memory") else ONCE  # memory of this process: a test's
-    return EACH if file_system_of(url) in LOCAL_TYPES else ONCE
+    kind = file_system_of(url)
+    if kind in MEMORY_TYPES or (kind in DISK_TYPES and len(set(hosts)) == len(hosts)):
+        return EACH
+    return PER_HOST if kind in DISK_TYPES and len(set(hosts)) > 1 else ONCE
 
 
 def file_system_of(path: str, table: str | None = None) -> str:

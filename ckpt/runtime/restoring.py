@@ -14,7 +14,7 @@ from ckpt.runtime.fabric import fabric_of
 from ckpt.runtime.handing import hand_index
 from ckpt.runtime.placing import Chunks
 from ckpt.runtime.reading import GAP_BYTES, check_packs
-from ckpt.runtime.reading_mode import ONCE, exchange_needs, span_for
+from ckpt.runtime.reading_mode import EACH, PER_HOST, exchange_needs, span_for
 from ckpt.store.metered import Metered
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ class Restore:
     Args:
         comm: all ranks, in an operation.
         store: where it is.
-        read: ``once`` or ``each``, the same on all ranks.
+        read: ``once``, ``once per host`` or ``each``, the same on all ranks.
         budget: bytes of host memory, the same on all ranks.
         hosts: name of each rank's host.
     """
@@ -54,9 +54,9 @@ class Restore:
         """Return the store to read the index and the objects of ``step`` from.
 
         Raises:
-            FormatError, IntegrityError, StoreError: with ``once``, rank 0's on all ranks.
+            FormatError, IntegrityError, StoreError: unless ``each``, rank 0's on all ranks.
         """
-        if self.read != ONCE:
+        if self.read == EACH:
             return self.store
         self._fabric = fabric_of(self.comm)
         return hand_index(self.comm, self._fabric, self.store, step, self.hosts)
@@ -75,8 +75,11 @@ class Restore:
         self._reads = reads
         for stage, wanted in reads.items():
             runs = runs_of_numbers(places.number(read.entry) for read in wanted if read.entry.nbytes)
-            if self.read == ONCE:
+            if self.read != EACH:
                 needs = exchange_needs(self.comm, runs)
+                if self.read == PER_HOST:  # others' plans are made by others, and no chain leaves its host
+                    here = self.hosts[self.comm.rank]
+                    needs = [n if h == here else n[:0] for n, h in zip(needs, self.hosts, strict=True)]
                 self._units[stage] = plan_together(places.order, needs, self.hosts, span=self.span)
             else:
                 self._units[stage] = plan_alone(places.order, runs, self.comm.rank, gap=GAP_BYTES, span=self.span)
@@ -86,8 +89,8 @@ class Restore:
         self._alike("packs", lambda: check_packs(self.store, first, sizes))
 
     def _alike(self, name: str, work: Callable[[], object]) -> None:
-        """Run ``work`` on all ranks; one error for all, which with ``once`` is the first rank's own."""
-        if self.read != ONCE:
+        """Run ``work`` on all ranks; one error for all, which unless ``each`` is the first rank's own."""
+        if self.read == EACH:
             self.comm.run(name, work)
             return
 
@@ -104,7 +107,7 @@ class Restore:
         """Bring the chunks of a stage of the plan into the live tensors of all ranks.
 
         Raises:
-            DigestMismatch, MissingChunk, StoreError: with ``once``, of the rank that met it first in the plan's order.
+            DigestMismatch, MissingChunk, StoreError: unless ``each``, of the first unit that failed on any rank.
             PlanError: a number that the target's dtype cannot hold exactly.
             RankFailure: a rank is gone, or (``each``) only some ranks failed.
         """
@@ -113,7 +116,7 @@ class Restore:
         cargo = Chunks(self.store, self._places, self._reads[stage], targets)
         transfer = Transfer(self.comm, self._fabric, cargo, span=self.span, budget=self.budget)
         units = self._units[stage]
-        if self.read == ONCE:
+        if self.read != EACH:
             done = transfer.run(stage, units)
             told = self.comm.gather(stage, lambda: msgspec.msgpack.encode(done))
             settle([msgspec.msgpack.decode(data, type=Outcome) for data in told])

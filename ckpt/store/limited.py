@@ -121,14 +121,16 @@ class Limited(Forward):
         return b"".join(parts)
 
     def _piece(self, key: str, start: int, nbytes: int | None, expected: int) -> bytes:
-        self.rate.take(expected)
+        ahead = min(expected, self.rate.slice)  # no more: who reads a small object names a large bound
+        self.rate.take(ahead)
         moved = 0
         try:
             data = self.inner.get(key, start, nbytes)
             moved = len(data)
             return data
         finally:
-            self.rate.give_back(expected - moved)
+            self.rate.take(moved - ahead)
+            self.rate.give_back(max(0, ahead - moved))
 
     def read_into(self, key: str, start: int, buffer: memoryview) -> int:
         """See :class:`~ckpt.store.base.Store`. In slices, so that a large read is even and others come between."""

@@ -206,9 +206,16 @@ def fails(rank: int, world: int, *, root: str, how: str) -> dict[str, Any]:
         if how == "killed" and bad:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    handle: Any = None
-    if not (how == "absent" and bad):
-        handle = ckpt.async_save(job.engine, Gated(LocalStore(root), finish=strike), step=2, timeout=3)
+    handle, stage = None, Gate(opened=how != "written")
+    with staging_behind(stage):
+        if not (how == "absent" and bad):
+            handle = ckpt.async_save(job.engine, Gated(LocalStore(root), finish=strike), step=2, timeout=3)
+        if how == "written" and bad:
+            with torch.no_grad():
+                next(iter(job.engine.module.parameters())).mul_(1)
+        stage.open()
+        if how == "written":
+            handle.durable.settled(60)
     if how == "killed":
         return {"error": _told(handle)}
     losses = job.train(3, 2)
@@ -223,7 +230,23 @@ def fails(rank: int, world: int, *, root: str, how: str) -> dict[str, Any]:
     return {"error": told, "second": second, "losses": losses, "steps": ckpt.steps(root)}
 
 
+def first_call(rank: int, world: int, *, root: str) -> dict[str, Any]:
+    """The first asynchronous save of a job, for which one rank calls something else; then all call it."""
+    job, error = Job("ddp"), ""
+    job.train(1)
+    try:
+        (ckpt.save if rank == 1 else ckpt.async_save)(job.engine, root, step=1)
+    except CkptError as found:
+        error = f"{type(found).__name__}: {found}"
+    job.train(1, 1)
+    ckpt.async_save(job.engine, root, step=2)
+    job.train(1, 2)
+    ckpt.save(job.engine, root, step=3)
+    return {"error": error, "steps": ckpt.steps(root)}
+
+
 def _told(handle: Any) -> list[str]:
+    assert handle is not None
     error = handle.durable.exception(60)
     return [type(error).__name__, str(error)]
 

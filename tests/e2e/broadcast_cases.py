@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
 
 import ckpt
 from ckpt.engine.find import adapter_for
 from ckpt.errors import CkptError, StoreError
+from ckpt.runtime import reading_mode
 from ckpt.store.local import LocalStore
 from ckpt.store.metered import Metered
 from tests.e2e.adapter_cases import held, same
+from tests.e2e.memory_cases import MIB, Peak
 from tests.e2e.torch_cases import digests
 from tests.harness.torch_jobs import make_job
 
@@ -32,9 +36,14 @@ def save(rank: int, world: int, *, root: str, layout: str, steps: Sequence[int] 
     return found
 
 
-def load(rank: int, world: int, *, root: str, layout: str, reads: Sequence[str]) -> list[dict[str, Any]]:
+def load(
+    rank: int, world: int, *, root: str, layout: str, reads: Sequence[str], hosts: Sequence[str] = ()
+) -> list[dict[str, Any]]:
     """Load into a job of other weights, in several ways."""
     found = []
+    if hosts:
+        os.environ["CKPT_HOST"] = hosts[rank]
+        reading_mode.file_system_of = lambda path: "xfs"  # wherever the tests' folder is
     for read in reads:
         job = make_job(layout, seed=7)
         store = Metered(LocalStore(root))
@@ -97,19 +106,20 @@ def load_in_vain(
     how: str = "",
     fallback: bool = False,
     read: str = "once",
-    timeout: float = 20.0,
+    timeout: float = 300.0,
 ) -> dict[str, Any]:
-    """Load a step that cannot be read, or that ``victim`` cannot read; then load it as it should be."""
+    """Load a step that cannot be read, or that ``victim`` cannot read; then load it as it should be.
+
+    Whoever waited for the timeout would exceed the time limit of the case.
+    """
     job = make_job(layout, seed=7)
     store = Failing(root, how) if rank == victim else LocalStore(root)
-    began = time.monotonic()
     result: dict[str, Any] = {"error": None, "text": ""}
     try:
         report = ckpt.load(job.engine, store, read=read, fallback=fallback, timeout=timeout)
         result |= {"step": report.step, "skipped": report.skipped}
     except CkptError as error:
         result |= {"error": type(error).__name__, "text": str(error)}
-    result["seconds"] = time.monotonic() - began
     if how == "kill":
         return result
     try:
@@ -121,3 +131,30 @@ def load_in_vain(
         result |= {"after": healthy.step}
     result["digests"] = digests(adapter_for(job.engine)) if not fallback else None
     return result
+
+
+def memory(rank: int, world: int, *, root: str, budgets: Sequence[int]) -> dict[str, float]:
+    """Return what a load with each budget adds to this rank's memory, in MiB, and how large its state is."""
+    width, layers = 1024, 32
+    torch.manual_seed(0)
+    net = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
+    model = nn.parallel.DistributedDataParallel(net)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(2, width)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    ckpt.save((model, optimizer), root, step=1)
+    state = [*model.parameters(), *(v for s in optimizer.state.values() for v in s.values())]
+    before = [float(t.double().sum()) for t in state]
+    found = {"state": sum(t.nbytes for t in state) / MIB}
+    for budget in budgets:
+        with torch.no_grad():
+            for tensor in state:
+                tensor.zero_()
+        with Peak() as peak:
+            ckpt.load((model, optimizer), root, read="once", budget=budget)
+        found[str(budget)] = peak.added
+        found["wrong"] = found.get("wrong", 0) + sum(
+            float(t.double().sum()) != b for t, b in zip(state, before, strict=True)
+        )
+    return found

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from typing import Any
 
 import ckpt
@@ -25,12 +24,14 @@ def preempted(
     told: dict[str, int],
     twice: bool = False,
     behind: int | None = None,
+    warm: int = 0,
     start: dict[str, Any] | None = None,
     **options: Any,
 ) -> dict[str, Any]:
     """Train without a break; train until a signal ends it; resume. ``told``: rank -> step in which it gets the signal.
 
-    ``behind``: a step that an asynchronous save is made at, which is not durable before the signal.
+    ``behind``: a step that an asynchronous save is made at, which is not durable before the signal. ``warm``: steps
+    that the resuming engine has made before it loads.
     """
     if kind == "megatron":
         from tests.harness import megatron_models
@@ -56,6 +57,7 @@ def preempted(
     watch.close()
     at = watch.saved.step if watch.saved else None
     fresh = Job(kind, seed=7, **options)
+    fresh.train(warm)
     report = ckpt.load(fresh.engine, root)
     rest = [fresh.train(1, step) for step in range(report.step, STEPS)]
     return {
@@ -67,16 +69,3 @@ def preempted(
         "final": same(held(whole.adapter), held(fresh.adapter)),
         "handler": signal.getsignal(signal.SIGTERM) == signal.SIG_DFL,
     }
-
-
-def cost(rank: int, world: int, *, checks: int) -> float:
-    """Return the seconds that a look at the key-value store takes, of many."""
-    import torch
-
-    model = torch.nn.Linear(1, 1)
-    watch = ckpt.on_preemption((model, torch.optim.SGD(model.parameters())), "unused", signals=())
-    watch.check()
-    began = time.perf_counter()
-    for _ in range(checks):
-        watch.check()
-    return (time.perf_counter() - began) / checks

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
@@ -86,7 +88,14 @@ def test_what_forward_and_the_loop_change_does_not_leak(tmp_path: Path) -> None:
         assert found["at"] == [4, [3.0] * 4, 2]
 
 
-@pytest.mark.parametrize(("how", "words"), [("full", "StoreFull: no space left"), ("absent", "did not call")])
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("full", "StoreFull: no space left"),
+        ("absent", "did not call"),
+        ("written", "was written into before its snapshot was staged"),
+    ],
+)
 def test_a_failure_on_one_rank_is_everybodys_and_training_goes_on(how: str, words: str, tmp_path: Path) -> None:
     found = ranks(3, f"{CASES}:fails", timeout=150, root=str(tmp_path), how=how).values()
     callers = found[:2] if how == "absent" else found
@@ -98,6 +107,13 @@ def test_a_failure_on_one_rank_is_everybodys_and_training_goes_on(how: str, word
         assert one["second"] == (found[0]["error"][1] if how == "absent" else None)
         assert one["steps"] == [1, 5]
         assert len(one["losses"]) == 3
+
+
+def test_a_rank_that_saves_in_the_foreground_meanwhile_is_told(tmp_path: Path) -> None:
+    for one in ranks(2, f"{CASES}:first_call", timeout=150, root=str(tmp_path)).values():
+        assert "ranks disagree on the call: 'ckpt.async_save' on rank(s) 0; 'ckpt.save' on rank(s) 1" in one["error"]
+        assert one["error"].startswith("ConfigError")
+        assert one["steps"] == [2, 3]
 
 
 def test_a_rank_that_is_killed_meanwhile_is_named(tmp_path: Path) -> None:
@@ -129,8 +145,8 @@ import torch.distributed as dist
 from ckpt.store.local import LocalStore
 from tests.harness.gates import Gate, Gated
 
-how, root, rank = sys.argv[1], sys.argv[2], int(sys.argv[3])
-dist.init_process_group("gloo", init_method=f"file://{root}/rendezvous", rank=rank, world_size=2)
+how, root, rank, port = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4]
+dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
 model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(40, 30))
 optimizer = torch.optim.AdamW(model.parameters())
 
@@ -164,11 +180,11 @@ print("end of the script", flush=True)
 
 @pytest.mark.parametrize("how", ["waited", "ends", "full", "error", "destroyed"])
 def test_a_script_that_ends(how: str, tmp_path: Path) -> None:
-    import os
-
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
     processes = [
         subprocess.Popen(
-            [sys.executable, "-c", SCRIPT, how, str(tmp_path), str(rank)],
+            [sys.executable, "-c", SCRIPT, how, str(tmp_path), str(rank), str(port)],
             cwd=REPO, env={**os.environ, **rank_environment()}, text=True,
             stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )

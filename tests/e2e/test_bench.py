@@ -92,17 +92,20 @@ def layout_of(records: list[dict[str, Any]], information: int = 1000) -> Any:
 
 
 @pytest.mark.usefixtures("tools")
-def test_a_save_costs_what_its_loop_takes_longer_than_the_loops_of_the_same_run() -> None:
+def test_a_save_costs_what_its_loop_takes_longer_than_the_nearest_loops_of_the_same_run() -> None:
     def loop(peer: str, run: int, seconds: float, saves: int) -> dict[str, Any]:
         return {"item": "stall", "peer": peer, "store": "disk", "run": run, "loop": seconds, "calls": [0.1] * saves}
 
     layout = layout_of([
         loop("no saves", 1, 10.0, 0), loop("ckpt", 1, 12.0, 4), loop("no saves", 1, 11.0, 0),
-        loop("no saves", 2, 20.0, 0), loop("ckpt", 2, 24.0, 4), loop("no saves", 2, 20.0, 0),
+        loop("no saves", 2, 20.0, 0), loop("ckpt", 2, 24.0, 4), loop("no saves", 2, 20.0, 0), loop("DCP", 2, 60.0, 4),
+        loop("no saves", 2, 40.0, 0),
     ])  # fmt: skip
     lost = layout.lost("ckpt", "disk")
     assert (lost.low, lost.median, lost.high) == pytest.approx((0.375, 0.6875, 1.0))
-    assert layout.noise("disk").high == pytest.approx(0.25)
+    assert layout.lost("DCP", "disk").median == pytest.approx(7.5)
+    noise = layout.noise("disk")
+    assert (noise.low, noise.median, noise.high) == pytest.approx((0.0, 0.25, 5.0))
 
 
 @pytest.mark.usefixtures("tools")

@@ -88,13 +88,13 @@ class Weed(S3Server):
             "actions": ["Read", "List"],
         }
         (folder / "s3.json").write_text(json.dumps({"identities": [identity, reader]}))
-        self.ports = _free_ports(8)
+        self.ports = _free_ports(10)
         self.url = f"http://127.0.0.1:{self.ports[0]}"
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> Weed:
         """Start it, again after a kill if need be, and wait until it stores and gives back."""
-        s3, s3_grpc, master, master_grpc, volume, volume_grpc, filer, filer_grpc = self.ports
+        s3, s3_grpc, master, master_grpc, volume, volume_grpc, filer, filer_grpc, admin, admin_grpc = self.ports
         command = [
             str(Path(sys.executable).with_name("weed")), "-logtostderr=true", "mini",
             f"-dir={self.folder}/data", "-ip=127.0.0.1", "-ip.bind=127.0.0.1",
@@ -102,6 +102,7 @@ class Weed(S3Server):
             f"-master.port={master}", f"-master.port.grpc={master_grpc}",
             f"-volume.port={volume}", f"-volume.port.grpc={volume_grpc}",
             f"-filer.port={filer}", f"-filer.port.grpc={filer_grpc}", "-webdav=false", "-admin.ui=false",
+            f"-admin.port={admin}", f"-admin.port.grpc={admin_grpc}",
         ]  # fmt: skip
         with (self.folder / "log").open("ab") as log:
             self.process = subprocess.Popen(
@@ -133,8 +134,9 @@ class Weed(S3Server):
         if self.process is not None and self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
-        for port in self.ports:
-            Path(f"/tmp/seaweedfs-s3-{port}.sock").unlink(missing_ok=True)  # it leaves them
+        for port in self.ports:  # it leaves sockets behind
+            for left in Path("/tmp").glob(f"seaweedfs-*-{port}.sock"):
+                left.unlink(missing_ok=True)
 
 
 class Moto(S3Server):

@@ -23,13 +23,12 @@ import torch.distributed as dist
 from ckpt.engine.base import EngineState, LiveShard, Mismatch, torch_dtype
 from ckpt.layout.box import Box, boxes_of_range, overlaps
 from ckpt.layout.spec import BUFFER, ITEMSIZE, MASTER, PARAM, TensorSpec
+from ckpt.runtime import behind
 from ckpt.runtime.comm import Comm
 from ckpt.runtime.staging import tensor_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
-
-    from ckpt.runtime.handle import SaveHandle
 
 Key = tuple[str, str]
 PADDING = 0x5A
@@ -262,11 +261,8 @@ def _behind(timeout: float | None) -> Comm:
 _behinds: weakref.WeakKeyDictionary[Comm, Comm] = weakref.WeakKeyDictionary()
 
 
-class _Flight(threading.local):
+class _FlightOfRank(threading.local, behind._Flight):
     """The last asynchronous save of each rank."""
-
-    handle: SaveHandle | None = None
-    comm: Comm | None = None
 
 
 @contextmanager
@@ -276,7 +272,7 @@ def thread_communicators(clock: Callable[[], float] = time.monotonic) -> Iterato
         stack.enter_context(mock.patch("ckpt.saving.communicator", _current))
         stack.enter_context(mock.patch("ckpt.saving.background_communicator", _behind))
         stack.enter_context(mock.patch("ckpt.preempting.communicator", _current))
-        stack.enter_context(mock.patch("ckpt.runtime.behind._last", _Flight()))
+        stack.enter_context(mock.patch("ckpt.runtime.behind._last", _FlightOfRank()))
         stack.enter_context(mock.patch("ckpt.loading.communicator", _current))
         stack.enter_context(mock.patch("ckpt.auditing.communicator", _current))
         stack.enter_context(mock.patch("ckpt.analyzing.communicator", _current))

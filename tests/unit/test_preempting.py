@@ -228,6 +228,30 @@ def test_two_of_them_do_not_disturb_each_other():
     assert each(run_ranks(comms(2), rank)) == [[False, True]] * 2
 
 
+class Counted:
+    """A key-value store that notes what it is asked."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner, self.calls = inner, list[str]()
+
+    def __getattr__(self, name: str) -> Any:
+        self.calls.append(name)
+        return getattr(self.inner, name)
+
+
+def test_while_nobody_is_told_a_boundary_is_one_look():
+    made, ranks = job(2), comms(2)
+    kv = ranks[0].kv = Counted(ranks[0].kv)  # type: ignore[assignment]
+
+    def rank(r: int) -> None:
+        watch = ckpt.on_preemption(made[r], MemoryStore(), **BY_HAND)
+        for _ in range(5):
+            assert not watch.check()
+
+    each(run_ranks(ranks, rank))
+    assert kv.calls == ["check"] * 5  # type: ignore[attr-defined]
+
+
 # ------------------------------------------------------------------------------------------------------- signals
 
 

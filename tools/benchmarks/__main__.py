@@ -184,7 +184,7 @@ def _parser() -> argparse.ArgumentParser:
     choice("items", WHAT, ",".join(WHAT), "what is measured")
     choice("stall-stores", STORES, "disk", "stores of the stall (default disk, or the first)")
     choice("slope-peers", tuple(PEERS), "ckpt", "systems whose memory is watched over many saves")
-    parser.add_argument("--params", type=float, default=1e8, help="parameters of the model, about (default 1e8)")
+    parser.add_argument("--params", type=float, default=1e8, help="parameters of the model, at least (default 1e8)")
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="bf16")
     parser.add_argument("--world", type=int, default=4, help="ranks (default 4)")
     parser.add_argument("--runs", type=int, default=3, help="counted runs; one more warms up (default 3)")

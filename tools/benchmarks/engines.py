@@ -42,14 +42,14 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A model of about ``params`` parameters. The tied head gives every row of the embedding a gradient."""
+    """A model of at least ``params`` parameters; its tied head gives every row of the embedding a gradient."""
 
     def __init__(self, params: float) -> None:
         super().__init__()
         vocab = VOCAB if params >= 1e7 else 256  # a small model is not all embedding
         # 12 L w² + V w = params
-        width = int((-vocab + math.sqrt(vocab**2 + 48 * LAYERS * params)) / (24 * LAYERS))
-        width = max(8, width // 8 * 8)
+        width = (-vocab + math.sqrt(vocab**2 + 48 * LAYERS * params)) / (24 * LAYERS)
+        width = 8 * math.ceil(width / 8)
         self.vocab = vocab
         self.embed, self.norm = nn.Embedding(vocab, width), nn.LayerNorm(width)
         self.blocks = nn.Sequential(*(Block(width) for _ in range(LAYERS)))
@@ -178,7 +178,7 @@ class ZeroJob(Job):
         super().__init__(layout, model.vocab)
         self.params = sum(p.numel() for p in model.parameters())
         self.stage = int(layout.removeprefix("zero"))
-        bucket = 1_000_000  # elements; the defaults are allocated in full
+        bucket = 10_000_000  # elements; the defaults, fifty times this, are allocated in full
         config = {
             "train_micro_batch_size_per_gpu": 1,
             "bf16": {"enabled": dtype == "bf16"},

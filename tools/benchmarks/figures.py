@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import mean, median
 from typing import Any
 
@@ -75,16 +76,27 @@ class Layout:
         """Return bytes over the layout's information."""
         return self.values(item, peer, store, key, self.information)
 
+    def _bases(self, store: str, run: int) -> list[tuple[int, float]]:
+        """Return place in time (of all records) and seconds of the loops without saves of one run."""
+        return [
+            (place, r["loop"])
+            for place, r in enumerate(self.records)
+            if (r["item"], r["peer"], r["store"], r["run"]) == ("stall", BASE, store, run)
+        ]
+
     def lost(self, peer: str, store: str) -> Figure | None:
-        """Return the seconds that one save costs the loop: whole loops with saves minus those without, of one run."""
+        """Return the seconds that one save costs the loop.
+
+        A whole loop with saves minus the mean of the loops without that ran before it and after it, over its saves.
+        """
         lost = []
-        for run in {r["run"] for r in self.of("stall", peer, store)}:
-            base = [r["loop"] for r in self.of("stall", BASE, store) if r["run"] == run]
-            lost += [
-                (r["loop"] - mean(base)) / len(r["calls"])
-                for r in self.of("stall", peer, store)
-                if r["run"] == run and base
-            ]
+        for place, r in enumerate(self.records):
+            if (r["item"], r["peer"], r["store"]) == ("stall", peer, store):
+                bases = self._bases(store, r["run"])
+                near = [max((b for b in bases if b[0] < place), default=None)]
+                near.append(min((b for b in bases if b[0] > place), default=None))
+                beside = [b[1] for b in near if b]
+                lost += [(r["loop"] - mean(beside)) / len(r["calls"])] if beside else []
         return figure(lost)
 
     def calls(self, peer: str, store: str, key: str = "calls") -> Figure | None:
@@ -92,13 +104,12 @@ class Layout:
         return figure([one for r in self.of("stall", peer, store) for one in r[key]])
 
     def noise(self, store: str) -> Figure | None:
-        """Return how far two loops without saves of one run are apart, a save: what is smaller cannot be told."""
+        """Return how far neighbouring loops without saves are apart, a save: what is smaller cannot be told."""
+        saves = max((len(r["calls"]) for r in self.records if r["item"] == "stall"), default=0)
         apart = []
         for run in {r["run"] for r in self.of("stall", BASE, store)}:
-            base = [r for r in self.of("stall", BASE, store) if r["run"] == run]
-            saves = max((len(r["calls"]) for r in self.records if r["item"] == "stall"), default=0)
-            if len(base) == 2 and saves:
-                apart.append(abs(base[0]["loop"] - base[1]["loop"]) / saves)
+            seconds = [b[1] for b in self._bases(store, run)]
+            apart += [abs(one - other) / saves for one, other in pairwise(seconds)] if saves else []
         return figure(apart)
 
     def slope(self, peer: str) -> float | None:

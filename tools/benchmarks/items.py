@@ -79,8 +79,9 @@ def _load_once(one: Rank, peer: Peer, store: FileStore | S3Store, run: int, plac
 def stall(one: Rank) -> None:
     """What training loses: whole loops with a save every few steps against the same loops without, taking turns.
 
-    A loop without saves stands at the beginning and at the end of every run. A system without asynchronous saves
-    saves synchronously. Before a save the loop waits for the one before it, as the systems ask for.
+    A loop without saves stands at the beginning and at the end of every run and after every two systems; a system's
+    loop is compared with those nearest to it. A system without asynchronous saves saves synchronously. Before a save
+    the loop waits for the one before it, as the systems ask for.
     """
     steps, every = one.options["steps"], one.options["every"]
     stores = [s for s in one.stores if s.name in one.options["stall_stores"]]
@@ -93,11 +94,13 @@ def stall(one: Rank) -> None:
             with suppress(PeerFailed), one.trying(peer.name, "stall", store):
                 _loop(one, peer, store, 0, 1)
         for run in range(1, one.options["loops"] + 1):
+            turns = one.turns(run, [p for p in peers if p in one.peers_on(store)])
             _loop(one, None, store, run, steps)
-            for peer in one.turns(run, [p for p in peers if p in one.peers_on(store)]):
+            for number, peer in enumerate(turns, start=1):
                 with suppress(PeerFailed), one.trying(peer.name, "stall", store):
                     _loop(one, peer, store, run, steps)
-            _loop(one, None, store, run, steps)
+                if number % 2 == 0 or peer is turns[-1]:
+                    _loop(one, None, store, run, steps)
 
 
 def _loop(one: Rank, peer: Peer | None, store: FileStore | S3Store, run: int, steps: int) -> None:
@@ -147,11 +150,12 @@ def _no_guard() -> Iterator[None]:
 def memory(one: Rank) -> None:
     """Memory added by an asynchronous save, call to durable, and what many of them leave behind (``rss``, one by one).
 
-    Those of synchronous saves and of loads are in the records of these.
+    Those of synchronous saves and of loads are in the records of these. One run and the one that warms up are enough:
+    the largest value counts.
     """
     store = one.stores[0]
     peers = [p for p in one.peers_on(store) if p.has_async and not p.loads_only]
-    for run in range(one.options["runs"] + 1):
+    for run in range(2):
         for peer in one.turns(run, [p for p in peers if p in one.peers_on(store)]):
             with suppress(PeerFailed), one.trying(peer.name, "asynchronous save", store):
                 _async_once(one, peer, store, run)
@@ -244,8 +248,8 @@ class _Timed:
 
 ITEMS: dict[str, Callable[[Rank], None]] = {
     "save": save_and_load,
+    "memory": memory,  # before anything else has made a system keep buffers for its asynchronous saves
     "stall": stall,
-    "memory": memory,
     "digest": digest,
 }
 """Name -> function. ``load`` and ``bytes`` are measured by ``save``."""

@@ -160,7 +160,9 @@ def _asynchronous(layout: Layout, result: dict[str, Any]) -> Sheet:
     if step:
         sheet.below.append(f"a step without saves: {step.text(3)} s")
     if noise:
-        sheet.below.append(f"two loops without saves differ by {noise.text(3)} s a save: what is below that is noise")
+        sheet.below.append(
+            f"neighbouring loops without saves differ by {noise.text(3)} s a save: what is below that is noise"
+        )
     sheet.below += _meanwhile(layout, "stall", "memory")
     return sheet
 

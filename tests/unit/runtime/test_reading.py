@@ -165,13 +165,25 @@ def test_a_path_is_on_the_nearest_mount_that_was_made_last(path, kind):
     assert file_system_of(path, MOUNTS) == kind
 
 
-def test_each_where_it_costs_the_storage_nothing(tmp_path):
-    assert choose("auto", 4, str(tmp_path)) == "each"
-    assert choose("auto", 4, "s3://bucket/run") == "once"
-    assert choose("auto", 4, "gs://bucket/run") == "once"
-    assert choose("once", 4, str(tmp_path)) == "once"
-    assert choose("each", 4, "s3://bucket/run") == "each"
-    assert choose("once", 1, "s3://bucket/run") == "each"  # nobody to hand anything to
+@pytest.mark.parametrize(
+    ("read", "hosts", "url", "expected"),
+    [
+        ("auto", "abcd", "s3://bucket/run", "once"),
+        ("auto", "aaaa", "gs://bucket/run", "once"),
+        ("auto", "aabb", "/nfs/run", "once"),
+        ("auto", "aabb", "/disk/run", "once per host"),
+        ("auto", "aaaa", "/disk/run", "once"),
+        ("auto", "abcd", "/disk/run", "each"),  # a copy on each disk, or none of them would find it
+        ("auto", "aaaa", "/dev/shm/run", "each"),
+        ("once", "abcd", "/disk/run", "once"),
+        ("each", "abcd", "s3://bucket/run", "each"),
+        ("once", "a", "s3://bucket/run", "each"),  # nobody to hand anything to
+    ],
+)
+def test_how_ranks_read_follows_from_where_the_bytes_are(read, hosts, url, expected, monkeypatch):
+    kinds = {"/nfs": "nfs4", "/disk": "xfs", "/dev": "tmpfs"}
+    monkeypatch.setattr("ckpt.runtime.reading_mode.file_system_of", lambda url: kinds["/" + url.split("/")[1]])
+    assert choose(read, hosts, url) == expected
 
 
 def test_wrong_arguments_are_refused():

@@ -394,9 +394,17 @@ def test_an_object_that_grows_between_the_look_and_the_read_is_read_whole_and_pa
     store, clock, _ = limit(1000, Growing())
     store.inner.inner.objects["k"] = b"1"
     assert len(store.get("k")) == 900
-    began = clock.now
     store.put("next", bytes(100))
-    assert clock.now - began == pytest.approx(0.9, abs=0.3)
+    assert clock.now - 100 == pytest.approx(0.9, abs=0.2)
+
+
+def test_a_small_object_under_a_large_bound_costs_its_own_bytes():
+    store, clock, meter = limit(1000)
+    store.inner.inner.put("k", bytes(40))
+    for _ in range(100):
+        assert len(store.get("k", 0, 900)) == 40
+    assert clock.now - 100 == pytest.approx(4, abs=0.3)
+    assert meter.snapshot()["size"].calls == 0
 
 
 @pytest.mark.parametrize("value", [0, -1, float("nan"), float("inf"), "10", True, [1], 0.0], ids=repr)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import ClassVar
 
 from benchmarks.engines import ZERO_LAYOUTS
 from benchmarks.peers.base import Peer
+
+TAG = "saved"
 
 
 class DeepSpeed(Peer):
@@ -21,10 +22,8 @@ class DeepSpeed(Peer):
         return "" if layout in ZERO_LAYOUTS else "saves its own engine only"
 
     def save_sync(self, place: str) -> None:
-        folder = Path(place)
-        self.job.engine.save_checkpoint(str(folder.parent), tag=folder.name)
+        self.job.engine.save_checkpoint(place, tag=TAG)
 
     def load(self, place: str) -> None:
-        folder = Path(place)
-        if self.job.engine.load_checkpoint(str(folder.parent), tag=folder.name)[0] is None:
+        if self.job.engine.load_checkpoint(place, tag=TAG)[0] is None:
             raise RuntimeError("DeepSpeed has not loaded its checkpoint")
