@@ -126,7 +126,10 @@ def own_planning(runs: int) -> Table:
     """Time one rank's own planning in the large job."""
     table = _table(
         f"One rank's own planning, Llama-3 405B on 16,384 ranks (median of {runs}, min–max)",
-        "layout/rank of/holds, GB/cells known/groups/chunks held/writes, GB/sends, kB/ms/CPU ms".split("/"),
+        (
+            *("layout", "rank of", "holds, GB", "cells known", "groups"),
+            *("chunks held", "writes, GB", "sends, kB", "ms", "CPU ms"),
+        ),
     )
     for zero in (1, 3):
         job = Job(LLAMA_405B, tp=8, pp=16, dp=128, zero=zero)
