@@ -14,7 +14,7 @@ from ckpt.repo.repository import checked_step
 from ckpt.report import SaveReport, Stopwatch
 from ckpt.runtime.agree import exchange_hellos, hello_of
 from ckpt.runtime.behind import in_flight, launch, meeting, missed, wait_for_last
-from ckpt.runtime.capture import moment
+from ckpt.runtime.capture import Moment
 from ckpt.runtime.describing import layout_of
 from ckpt.runtime.extras import collect
 from ckpt.runtime.guard import check_whole
@@ -28,8 +28,9 @@ from ckpt.store.limited import limited
 from ckpt.store.open import Root, default_root, open_store
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
+    from ckpt.runtime.pieces import Piece
     from ckpt.store.base import Store
 
 log = logging.getLogger("ckpt")
@@ -148,6 +149,7 @@ def async_save(
     except Exception as error:  # told on all ranks alike, in the background: the others are on their way by now
         found = error
     handle = SaveHandle(step if isinstance(found, Exception) else found[1].step)
+    now = Moment.now([] if isinstance(found, Exception) else found[1].pieces.devices())
 
     def prepare() -> tuple[Store, Snapshot]:
         if isinstance(found, Exception):
@@ -155,11 +157,11 @@ def async_save(
         return found
 
     def run() -> SaveReport:
-        with comm.joint("async_save", timeout):
+        with now.beside(), comm.joint("async_save", timeout):
             return SaveJob(comm, watch, prepare, ways, watcher).run()
 
     watcher = Watcher(handle.expect, handle.advance, lambda: handle.staged.reach(None), handle.committing)
-    launch(handle, run, patience)
+    launch(handle, run, patience, comm.pulse)
     return handle
 
 
@@ -203,7 +205,11 @@ def _snapshot(
     state = adapter.describe()
     number = checked_step(adapter.step() if step is None else step)
     items = collect(state.objects, extra)
-    pieces = private_pieces(state.shards) if private else state.shards
+    pieces: Sequence[Piece] = state.shards
+    doubtful: set[str] = set()
+    if private:
+        stepped = getattr(adapter, "stepped_by_torch", False)
+        pieces, doubtful = private_pieces(pieces, state.derived, stepped=stepped)
     return Snapshot(
         step=number,
         kind=adapter.kind,
@@ -211,6 +217,7 @@ def _snapshot(
         pieces=PieceTable(pieces),
         items=[private_item(one) for one in items] if private else items,
         assumed=frozenset(state.assumed),
+        behind=private,
         versions=versions_of(pieces) if private else (),
-        moment=moment() if private else None,
+        doubtful=frozenset(doubtful),
     )

@@ -56,12 +56,14 @@ class LiveShard:
     """One rank's piece of one tensor and the live memory that holds it.
 
     ``tensor`` has shape ``box.sizes`` and dtype ``spec.dtype``; on a load, writing into it must reach the engine,
-    at once or in :meth:`EngineAdapter.refresh` / :meth:`EngineAdapter.finish`.
+    at once or in :meth:`EngineAdapter.refresh` / :meth:`EngineAdapter.finish`. ``owner``: the framework's own tensor (a
+    ``DTensor``, a parameter) if ``tensor`` is not a view of it in torch's eyes: its version counter tells of writes.
     """
 
     spec: TensorSpec
     box: Box
     tensor: torch.Tensor
+    owner: torch.Tensor | None = None
 
 
 @dataclass(slots=True)
@@ -109,7 +111,11 @@ class EngineAdapter(Protocol):
     """
 
     kind: str
-    """Name of the adapter as it is written to the manifest, e.g. ``"deepspeed"``."""
+    """Name of the adapter as it is written to the manifest, e.g. ``"deepspeed"``.
+
+    An adapter may also have ``stepped_by_torch = True``: nothing but buffers changes between two optimizer steps, and
+    all steps go through ``torch.optim.Optimizer.step``. Otherwise ``ckpt.async_save`` copies all shards in the call.
+    """
 
     def step(self) -> int:
         """Return the optimizer step that the state stands at."""

@@ -54,6 +54,7 @@ class DeepSpeedAdapter:
     """
 
     kind = "deepspeed"
+    stepped_by_torch = True
 
     def __init__(self, engine: Any, context: Context | None = None) -> None:
         self._engine = engine

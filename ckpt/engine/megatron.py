@@ -54,6 +54,7 @@ class MegatronAdapter:
     """
 
     kind = "megatron"
+    stepped_by_torch = True
 
     def __init__(self, engine: tuple[Any, ...], context: Context | None = None) -> None:
         model, self._optimizer, *rest = engine

@@ -25,7 +25,7 @@ def tensor_shards(tensors: Iterable[Named], role: str) -> Iterator[LiveShard]:
         check_tensor(entry.fqn, role, entry.param)
         spec = TensorSpec(entry.fqn, role, dtype_name(entry.param.dtype), entry.shape)
         for box, view in tile_views(entry.param, entry.tiling):
-            yield LiveShard(spec, box, view)
+            yield LiveShard(spec, box, view, entry.param)
 
 
 def master_shards(partition: Partition) -> Iterator[LiveShard]:
@@ -39,4 +39,4 @@ def master_shards(partition: Partition) -> Iterator[LiveShard]:
         for piece in partition.pieces:
             spec = TensorSpec(piece.fqn, MASTER, dtype_name(partition.key.dtype), piece.shape)
             for box, view in partition.views(partition.key, piece):
-                yield LiveShard(spec, box, view)
+                yield LiveShard(spec, box, view, partition.key)

@@ -147,7 +147,7 @@ def state_shards(inner: Any, partition: Partition) -> Iterator[LiveShard]:
                 continue
             spec = TensorSpec(piece.fqn, role, dtype_name(state[role].dtype), piece.shape)
             for box, view in partition.views(state[role], piece):
-                yield LiveShard(spec, box, view)
+                yield LiveShard(spec, box, view, state[role])
 
 
 def _scalar_tensor(value: Any) -> torch.Tensor:

@@ -42,6 +42,7 @@ class TorchAdapter:
     """
 
     kind = "torch"
+    stepped_by_torch = True
 
     def __init__(self, engine: object, context: Context | None = None) -> None:
         self._parts = parts_of(engine)

@@ -16,8 +16,10 @@ if TYPE_CHECKING:
 
     from ckpt.store.base import ObjectInfo, Store
 
-CREATED, COPIED = "created", "copied"
-"""Fields of an attempt.json, UTC in ISO 8601: when the save began; when a copy was last at work here."""
+CREATED, COPIED, ALIVE = "created", "copied", "alive"
+"""Fields of an attempt.json, UTC in ISO 8601: when the save began; when a copy was last at work here; when the save was
+last at work.
+"""
 
 _ATTEMPT = re.compile(r"(steps/(?:0|[1-9]\d{0,17})/[0-9a-z-]{1,64})/.*", re.DOTALL)
 _BEGUN = re.compile(r"([0-9a-f]{8,9})-[0-9a-f]+")
@@ -72,7 +74,7 @@ def _marked(store: Store, folder: str) -> list[float]:
     except (ValueError, RecursionError):
         return []
     found = []
-    for name in (CREATED, COPIED) if isinstance(about, dict) else ():
+    for name in (CREATED, COPIED, ALIVE) if isinstance(about, dict) else ():
         try:
             found.append(datetime.fromisoformat(about[name]).timestamp())
         except (KeyError, TypeError, ValueError, OverflowError):

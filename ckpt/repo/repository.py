@@ -113,7 +113,15 @@ class Repository:
 
     def steps(self) -> list[int]:
         """Return the committed steps in ascending *numeric* order. An unreadable root raises, it is never "none"."""
-        return [step for step in self.started() if self.store.size(commit_key(step)) is not None]
+        return [step for step in self.started() if self.has(step)]
+
+    def has(self, step: int) -> bool:
+        """Is this step committed?"""
+        return self.store.size(commit_key(step)) is not None
+
+    def newest(self, *, but: int | None = None) -> int | None:
+        """Return the newest committed step that is not ``but``; asks the store for no older one."""
+        return next((step for step in reversed(self.started()) if step != but and self.has(step)), None)
 
     def started(self) -> list[int]:
         """Return every step that has a folder, committed or not."""

@@ -51,7 +51,12 @@ class _Flight:
 
 _last = _Flight()
 _hooked = False
-_patience: dict[SaveHandle, float] = {}
+_patience: dict[SaveHandle, tuple[float, Callable[[], object]]] = {}
+
+
+def _no_pulse() -> object:
+    """Tell of nothing."""
+    return None
 
 
 def in_flight() -> SaveHandle | None:
@@ -108,13 +113,16 @@ def raise_unheard(told: Iterable[bytes]) -> None:
         raise own if type(own) is type(theirs) and str(own) == str(theirs) else theirs
 
 
-def launch(handle: SaveHandle, run: Callable[[], SaveReport], patience: float) -> None:
+def launch(
+    handle: SaveHandle, run: Callable[[], SaveReport], patience: float, pulse: Callable[[], object] = _no_pulse
+) -> None:
     """Run a save in a thread of its own.
 
     Args:
         handle: of the save; the one before it must have ended.
         run: the save.
         patience: seconds without progress after which an optimizer step gives up on the snapshot.
+        pulse: returns something new for as long as the thread does something, if only wait for another rank.
     """
     global _hooked
     if not _hooked:
@@ -125,17 +133,20 @@ def launch(handle: SaveHandle, run: Callable[[], SaveReport], patience: float) -
         _hooked = True
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
-    def work() -> None:
+    def save() -> SaveReport:
         if device is not None:
             torch.cuda.set_device(device)  # a new thread begins on device 0
         with torch.no_grad():
-            handle.conclude(run)
+            return run()
+
+    def work() -> None:
+        handle.conclude(save)
         _patience.pop(handle, None)
         error = handle.durable.peek()
         if error is not None:
             log.error("the asynchronous save of step %s failed, training goes on: %s", handle.step, error)
 
-    _patience[handle] = patience
+    _patience[handle] = patience, pulse
     _last.handle = handle
     thread = threading.Thread(target=work, name=f"ckpt save of step {handle.step}")
     try:
@@ -154,12 +165,13 @@ def _before_step(*_: Any) -> None:
     handle = _last.handle
     if handle is None or handle.staged.done():
         return
-    seen, since = handle.progress().staged, time.monotonic()
+    patience, pulse = _patience.get(handle, (0.0, _no_pulse))
+    seen, since = (handle.progress().staged, pulse()), time.monotonic()
     while not handle.ending and not handle.staged.settled(LOOK_SECONDS):
-        now, looked_at = time.monotonic(), handle.progress().staged
-        if looked_at != seen:
+        now, looked_at = time.monotonic(), (handle.progress().staged, pulse())
+        if looked_at != seen:  # a rank that waits for a slower one is alive: the save itself knows whom to give up
             seen, since = looked_at, now
-        elif now - since > _patience.get(handle, 0.0):
+        elif now - since > patience:
             # What the stuck thread reads from now on may be of the next step: it will find that it was ended.
             handle.end(f"no progress for {now - since:.0f} s while an optimizer step was waiting")
 

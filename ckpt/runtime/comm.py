@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, TypeVar
 import msgspec
 
 from ckpt.errors import CkptError, ConfigError, LayoutError, RankFailure, from_wire, to_wire, with_all_problems
-from ckpt.runtime.liveness import identity, is_dead
+from ckpt.runtime.liveness import host_of, identity, is_dead, silent
 from ckpt.runtime.timeout import checked_timeout, default_timeout
 
 if TYPE_CHECKING:
@@ -66,6 +66,7 @@ class Comm:
         self._keys: list[str] = []
         self._last_beat = 0.0
         self._beats = 0
+        self._hosts: dict[int, str] = {}
 
     @property
     def store(self) -> KeyValue:
@@ -203,6 +204,10 @@ class Comm:
             self._beats += 1
             self.kv.set(f"beat/{self.rank}", str(self._beats).encode())
 
+    def pulse(self) -> int:
+        """Return how often this rank has said that it is alive; may be asked by another thread."""
+        return self._beats
+
     # -- how ranks meet -------------------------------------------------------------------------------------------
 
     def _key(self, step: int) -> str:
@@ -283,15 +288,16 @@ class Comm:
             now = time.monotonic()
             if now >= neighbours:
                 neighbours = now + NEIGHBOUR_SECONDS
-                dead = self._dead(self._absent(key))
+                dead = self._dead_neighbours(key)
                 if dead:
                     self._decide(key, _Outcome(False, name, dict.fromkeys(dead, "its process is gone")))
             if now >= look:
                 look = now + self.timeout / 4
-                lost = self._lost(key, seen, now)
+                beats = {r: self._text(f"beat/{r}") for r in self._absent(key)}
+                lost = silent(beats, seen, now, self.timeout)
                 if lost:
-                    silent = f"did not arrive and gave no sign for {self.timeout:g} s"
-                    self._decide(key, _Outcome(False, name, dict.fromkeys(lost, silent)))
+                    why = f"did not arrive and gave no sign for {self.timeout:g} s"
+                    self._decide(key, _Outcome(False, name, dict.fromkeys(lost, why)))
             time.sleep(pause)
             pause = min(pause * 1.5, 0.02)
         self._raise_failed(self._outcome(key))
@@ -304,24 +310,19 @@ class Comm:
             time.sleep(0.01)
         return dead
 
+    def _dead_neighbours(self, key: str) -> list[int]:
+        """Return the ranks of this host that have not arrived and are gone. Of other hosts' nobody here can know."""
+        if len(self._hosts) < self.world:  # some have never called
+            self._hosts = {r: host_of(who) for r in range(self.world) if (who := self._text(f"who/{r}"))}
+        here = self._hosts.get(self.rank)
+        return self._dead(r for r, host in self._hosts.items() if host == here and not self.store.check([f"{key}/{r}"]))
+
     def _absent(self, key: str) -> list[int]:
         return [r for r in range(self.world) if not self.store.check([f"{key}/{r}"])]
 
     def _text(self, key: str) -> str:
         """Return the value of a key that may not be there."""
         return self.store.get(key).decode() if self.store.check([key]) else ""
-
-    def _lost(self, key: str, seen: dict[int, tuple[str, float]], now: float) -> list[int]:
-        """Return the absent ranks whose sign of life has not changed for a whole timeout."""
-        lost = []
-        for rank in self._absent(key):
-            beat = self._text(f"beat/{rank}")
-            # The first look comes a quarter of the timeout after this rank began to wait.
-            if seen.setdefault(rank, (beat, now - self.timeout / 4))[0] != beat:
-                seen[rank] = (beat, now)
-            elif now - seen[rank][1] >= self.timeout:
-                lost.append(rank)
-        return lost
 
     # -- coming and going -----------------------------------------------------------------------------------------
 
@@ -335,20 +336,20 @@ class Comm:
         look, told = started + NEIGHBOUR_SECONDS, False
         while not kv.check([done]):
             now = time.monotonic()
-            absent = self._absent(key) if now > min(look, started + self.timeout) else []
-            dead = self._dead(absent)
+            dead = self._dead_neighbours(key) if now > look else []
+            over_time = now > started + self.timeout
+            absent = self._absent(key) if over_time or (not told and now > started + TELL_SECONDS) else []
+            look = now + NEIGHBOUR_SECONDS if now > look else look
             if dead:
                 self._decide(key, _Outcome(False, f"enter {name}", dict.fromkeys(dead, "its process is gone")))
-            elif absent and now > started + self.timeout:
+            elif absent and over_time:
                 late = f"called ckpt.{name} earlier and had given up waiting"
                 missing = f"did not call ckpt.{name} within {self.timeout:g} s (every rank must call it)"
                 failures = {r: late if r in gave_up else missing for r in absent}
                 self._decide(key, _Outcome(False, f"enter {name}", failures))
             elif absent:
-                look = now + NEIGHBOUR_SECONDS
-                if not told and now > started + TELL_SECONDS:
-                    told = True
-                    log.warning("ckpt.%s: rank %d waits for rank(s) %s to call it", name, self.rank, absent[:8])
+                told = True
+                log.warning("ckpt.%s: rank %d waits for rank(s) %s to call it", name, self.rank, absent[:8])
             time.sleep(pause)
             pause = min(pause * 1.5, 0.02)
         return self._outcome(key)

@@ -14,9 +14,8 @@ from ckpt.runtime.capture import capture
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    import torch
-
     from ckpt.plan.save_plan import SavePlan
+    from ckpt.runtime.capture import Source
     from ckpt.runtime.pieces import PieceTable
 
 
@@ -65,26 +64,33 @@ def digest_chunks(
 
 
 def views(
-    plan: SavePlan, numbers: Iterable[int], rank: int, pieces: PieceTable, after: torch.cuda.Event | None = None
+    plan: SavePlan,
+    numbers: Iterable[int],
+    rank: int,
+    pieces: PieceTable,
+    *,
+    behind: bool = False,
+    keep: bool = False,
 ) -> Iterator[tuple[int, memoryview, Callable[[], memoryview] | None]]:
     """Yield each chunk's number and bytes and, if this rank is to prove it, a function that brings its master's cast.
 
-    The bytes are valid until the cast is asked for, which has to be before the next chunk. ``after``: see
+    The bytes are valid until the cast is asked for, which has to be before the next chunk. ``behind``, ``keep``: see
     :func:`ckpt.runtime.capture.capture`.
     """
     chosen = [(i, i in plan.proofs and plan.owners[i] == rank) for i in numbers]
-    streamed = capture((source for i, proves in chosen for source in _sources(plan, i, pieces, proves)), after)
+    sources = (source for i, proves in chosen for source in _sources(plan, i, pieces, proves))
+    streamed = capture(sources, behind=behind, keep=keep)
     for i, proves in chosen:
         yield i, next(streamed), partial(next, streamed) if proves else None
 
 
-def _sources(plan: SavePlan, i: int, pieces: PieceTable, proves: bool) -> Iterator[Callable[[], torch.Tensor]]:
+def _sources(plan: SavePlan, i: int, pieces: PieceTable, proves: bool) -> Iterator[Source]:
     chunk = plan.chunks[i]
     view = pieces.view(chunk.spec, chunk.box)
-    yield lambda: view
+    yield view.device, lambda: view
     if proves:
         master = pieces.view(plan.chunks[plan.proofs[i]].spec, chunk.box)
-        yield lambda: master.detach().to(view.dtype)
+        yield master.device, lambda: master.detach().to(view.dtype)
 
 
 class Exchanged:

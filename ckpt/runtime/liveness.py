@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import os
 from functools import cache
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 
 @cache
@@ -31,6 +35,11 @@ def identity() -> str:
     return f"{_host()} {os.getpid()} {_started(os.getpid())}"
 
 
+def host_of(identity_of_other: str) -> str:
+    """Return the host in an :func:`identity`; empty if it could not be known there."""
+    return identity_of_other.partition(" ")[0]
+
+
 def is_dead(identity_of_other: str) -> bool:
     """Is the process that gave this :func:`identity` known to be gone? False if it cannot be known (another host)."""
     host, _, rest = identity_of_other.partition(" ")
@@ -38,3 +47,21 @@ def is_dead(identity_of_other: str) -> bool:
     if not host or host != _host() or not pid.isdigit():
         return False
     return _started(int(pid)) != started
+
+
+def silent(beats: Mapping[int, str], seen: dict[int, tuple[str, float]], now: float, timeout: float) -> list[int]:
+    """Return the ranks whose sign of life has not changed for a whole timeout.
+
+    Args:
+        beats: of each absent rank, its last sign.
+        seen: what was seen when; kept by the caller between calls.
+        now: seconds of a monotonic clock.
+        timeout: seconds; the first look comes a quarter of it after the caller began to wait.
+    """
+    lost = []
+    for rank, beat in beats.items():
+        if seen.setdefault(rank, (beat, now - timeout / 4))[0] != beat:
+            seen[rank] = (beat, now)
+        elif now - seen[rank][1] >= timeout:
+            lost.append(rank)
+    return lost

@@ -97,6 +97,10 @@ class _Open:
         return start
 
 
+def _unknown(_: Identity) -> None:
+    return None
+
+
 class Packer:
     """Stores outputs in packs of one attempt; a context manager, so that an error removes what is half written.
 
@@ -104,7 +108,6 @@ class Packer:
         store: where packs go.
         blocks: host memory that writers may hold.
         pack_key: number -> key of a new pack of this attempt.
-        known: identity -> where an earlier step has these bytes, with its pack; or None.
     """
 
     def __init__(
@@ -112,9 +115,10 @@ class Packer:
         store: Store,
         blocks: Blocks | None,
         pack_key: Callable[[int], str],
-        known: Callable[[Identity], tuple[PackRef, Place] | None],
     ) -> None:
-        self._store, self._blocks, self._pack_key, self._known = store, blocks, pack_key, known
+        self._store, self._blocks, self._pack_key = store, blocks, pack_key
+        self.known: Callable[[Identity], tuple[PackRef, Place] | None] = _unknown
+        """where an earlier step has these bytes, with its pack; or None"""
         self.encoded: frozenset[str] = frozenset()
         """roles whose chunks are encoded where that makes them smaller"""
         self.totals: dict[str, RoleTotal] = {}
@@ -151,7 +155,7 @@ class Packer:
         """
         place = self._places.get(output.identity)
         if place is None:
-            earlier = self._known(output.identity)
+            earlier = self.known(output.identity)
             if earlier is None:
                 place = self._write(output, output.read() if data is None else data)
             else:

@@ -56,6 +56,10 @@ class PieceTable:
                 return piece.tensor[box.relative_to(piece.box)]
         raise LayoutError(f"{spec} box {box}: not in this rank's memory")
 
+    def devices(self) -> set[torch.device]:
+        """Return the devices that this rank's pieces are on."""
+        return {piece.tensor.device for pieces in self._by_key.values() for piece in pieces}
+
     def of(self, fqn: str, role: str) -> list[Piece]:
         """Return this rank's pieces of one tensor."""
         return self._by_key.get((fqn, role), [])

@@ -7,39 +7,38 @@ docs/format.md has the crash table: what a crash between any two of these leaves
 from __future__ import annotations
 
 import logging
-import os
-import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from ckpt.errors import CheckpointExists, ConfigError, RankFailure, ReplicaDivergence, SplitRoot
+from ckpt.errors import ConfigError, RankFailure, ReplicaDivergence
 from ckpt.format.digest import from_raw
 from ckpt.layout.spec import BUFFER
-from ckpt.repo.repository import Repository, attempt_marker
 from ckpt.report import SaveReport
 from ckpt.runtime.agree import Hello, cached_plan, exchange_hellos, job_plan, layout_digest
+from ckpt.runtime.attempt import begin, kept_alive, remove, see
 from ckpt.runtime.behind import unheard
 from ckpt.runtime.choosing import SAMPLE_BYTES, ZSTD, check_asked, decide
 from ckpt.runtime.comparing import IN_SAVE, Question, ask, underived
 from ckpt.runtime.describing import host_name
-from ckpt.runtime.digesting import Digests
+from ckpt.runtime.digesting import Digests, views
 from ckpt.runtime.extras import item_outputs, owned_items
 from ckpt.runtime.memory import blocks_of
 from ckpt.runtime.packing import Packer
-from ckpt.runtime.publish import check_written, now, publish
+from ckpt.runtime.publish import check_written, publish
 from ckpt.runtime.settling import Found, compare, outputs_of, settle
+from ckpt.runtime.snapshot import changed
 from ckpt.runtime.stage import stage_chunks
 from ckpt.runtime.staging import tensor_bytes
-from ckpt.runtime.writing import Attempt, Content, Done, Parent, divergences_of, write_part
+from ckpt.runtime.writing import Content, Done, Parent, divergences_of, remember, write_part
 
 if TYPE_CHECKING:
     from ckpt.format.manifest import Divergence
     from ckpt.plan.local_plan import Chunk
+    from ckpt.plan.save_plan import SavePlan
     from ckpt.report import Stopwatch
     from ckpt.runtime.agree import JobPlan
     from ckpt.runtime.comm import Comm
@@ -47,6 +46,7 @@ if TYPE_CHECKING:
     from ckpt.runtime.packing import Output
     from ckpt.runtime.settling import Settled
     from ckpt.runtime.snapshot import Snapshot
+    from ckpt.runtime.writing import Attempt
     from ckpt.store.base import Store
 
 log = logging.getLogger("ckpt")
@@ -54,8 +54,6 @@ log = logging.getLogger("ckpt")
 POLICIES = ("warn", "error", "keep-all")
 SHOWN = 8
 """Findings, or names of a rank, that a message lists."""
-VISIBLE_SECONDS = 10.0
-"""How long another rank's file may take to become visible (attribute caches of network file systems)."""
 
 
 def _nothing() -> None:
@@ -89,6 +87,7 @@ class Ways:
         if self.policy not in POLICIES:
             raise ConfigError(f"on_divergence={self.policy!r}: expected one of {', '.join(POLICIES)}")
         check_asked(self.codec)
+        blocks_of(self.budget)
 
     def said(self) -> tuple[str, ...]:
         """Return what all ranks must have asked for alike."""
@@ -134,16 +133,19 @@ class SaveJob:
             hellos = exchange_hellos(comm, self._hello)
         with self.watch.phase("plan"):
             job = job_plan(comm, self.snapshot.layout, hellos, self._cached)
-        attempt = self._begin()
-        try:
-            with self._packer(attempt, job) as packer:
-                own, divergences = self._write(attempt, job, packer, hellos)
-        except BaseException:
-            _remove(attempt)
-            raise
-        # From here on a rank cannot know whether the others will commit, so nothing is removed any more.
-        with self.watch.phase("commit"):
-            return self._commit(attempt, job, hellos, own, divergences)
+        attempt = begin(comm, self.store, self.snapshot.step, overwrite=self.ways.overwrite)
+        with kept_alive(comm, attempt):
+            try:
+                with self._packer(attempt) as packer:
+                    own, divergences = self._write(attempt, job, packer, hellos)
+            except BaseException:
+                remove(attempt)
+                raise
+            # From here on a rank cannot know whether the others will commit, so nothing is removed any more.
+            with self.watch.phase("commit"):
+                report = self._commit(attempt, job, hellos, own, divergences)
+        remember(attempt.store, self._stored)
+        return report
 
     def _hello(self) -> Hello:
         self.store, self.snapshot = self._prepare()
@@ -161,53 +163,11 @@ class SaveJob:
             failed=unheard(),
         )
 
-    # -- begin ----------------------------------------------------------------------------------------------------
-
-    def _begin(self) -> Attempt:
-        step = self.snapshot.step
-        answer = self.comm.on_root("begin", self._begin_on_root)
-        name, parent = msgspec.msgpack.decode(answer, type=tuple[str, int | None])
-        made = [attempt_marker(step, name)] if self.comm.rank == 0 else []
-        return Attempt(self.store, step, name, parent, step if self.ways.overwrite else None, made)
-
-    def _begin_on_root(self) -> bytes:
-        repo, step = Repository(self.store), self.snapshot.step
-        repo.initialise()
-        steps = repo.steps()
-        if step in steps and not self.ways.overwrite:
-            raise CheckpointExists(
-                f"step {step} is committed already in {self.store.url}; pass overwrite=True to replace it"
-            )
-        name = f"{int(time.time()):x}-{os.urandom(4).hex()}"  # os.urandom: a save must not move the user's RNG streams
-        about = msgspec.json.encode({"world": self.comm.world, "created": now()})
-        self.store.put(attempt_marker(step, name), about)
-        others = [s for s in steps if s != step]
-        return msgspec.msgpack.encode((name, others[-1] if others else None))
-
-    def _see(self, attempt: Attempt) -> None:
-        """Check that this rank sees what rank 0 has written: otherwise the root is not one directory."""
-        key = attempt_marker(attempt.step, attempt.name)
-        deadline = time.monotonic() + min(VISIBLE_SECONDS, self.comm.timeout / 2)
-        while self.store.size(key) is None:
-            if time.monotonic() > deadline:
-                raise SplitRoot(
-                    f"rank {self.comm.rank} does not see {key!r}, which rank 0 has just written to {self.store.url}; "
-                    f"the root must be one directory that all ranks share"
-                )
-            self.comm.beat()
-            time.sleep(0.05)
-
     # -- stage, settle, write -------------------------------------------------------------------------------------
 
-    def _packer(self, attempt: Attempt, job: JobPlan) -> Packer:
-        parent = Parent(attempt, self.comm.rank, from_raw(job.layout))
+    def _packer(self, attempt: Attempt) -> Packer:
         key = f"packs/rank{self.comm.rank:05d}"
-        return Packer(
-            self.store,
-            blocks_of(self.ways.budget),
-            lambda n: attempt.key(f"{key}-{n:03d}.safetensors"),
-            parent.place_of,
-        )
+        return Packer(self.store, blocks_of(self.ways.budget), lambda n: attempt.key(f"{key}-{n:03d}.safetensors"))
 
     def _write(
         self, attempt: Attempt, job: JobPlan, packer: Packer, hellos: list[Hello]
@@ -218,12 +178,13 @@ class SaveJob:
         routes = job.routes(comm.rank)
 
         def stage() -> dict[int, bytes]:
-            self._see(attempt)
+            see(comm, attempt)
+            packer.known = Parent(attempt, comm.rank, from_raw(job.layout)).place_of
             packer.encoded = self._choose_codecs(job)
             self.watcher.total(job.held_bytes(comm.rank))
             flat = [output for outputs in blobs for output in outputs]
             one = self.snapshot
-            stage_chunks(mine, plan, comm.rank, one.pieces, flat, packer, self._beat, one.moment)
+            stage_chunks(mine, plan, comm.rank, one.pieces, flat, packer, self._beat, behind=one.behind)
             return routes.payloads(mine)
 
         with self.watch.phase("stage"):
@@ -266,7 +227,7 @@ class SaveJob:
             return self.ways.policy == "keep-all" or spec.role == BUFFER or spec.fqn in self.snapshot.assumed
 
         plan, pieces, rank = job.plan, self.snapshot.pieces, self.comm.rank
-        outputs, entries = outputs_of(plan, rank, mine, settled, pieces, keep_all)
+        outputs, entries = outputs_of(plan, rank, mine, settled, pieces, keep_all, behind=self.snapshot.behind)
         stored = [
             (item, ranks, group, [packer.add(output) for output in group])
             for (item, ranks), group in zip(objects, blobs, strict=True)
@@ -274,8 +235,15 @@ class SaveJob:
         content = Content(outputs, packer.add_late(outputs), entries, stored)
         wrong = [i for i, cast in mine.casts.items() if cast != mine.held[i]]
         shown = list(map(str, underived(plan, rank, pieces, wrong)))
+        self._look_twice(plan, mine)
         self.snapshot.check_unchanged()
         return content, (sum(plan.chunks[i].nbytes for i in wrong), shown)
+
+    def _look_twice(self, plan: SavePlan, mine: Digests) -> None:
+        numbers = [i for i in plan.held(self.comm.rank) if plan.chunks[i].spec.fqn in self.snapshot.doubtful]
+        for i, data, _ in views(plan, numbers, self.comm.rank, self.snapshot.pieces, behind=True):
+            if mine.of(data) != mine.held[i]:
+                raise changed(f"{plan.chunks[i].spec} chunk {plan.chunks[i].box}")
 
     def _choose_codecs(self, job: JobPlan) -> frozenset[str]:
         """Return the roles whose chunks this rank encodes, by a look at a little of what it owns of each."""
@@ -297,6 +265,7 @@ class SaveJob:
         return [(tensor_bytes(flat[: SAMPLE_BYTES // chunk.spec.itemsize]), chunk.spec.itemsize)]
 
     def _finish(self, attempt: Attempt, packer: Packer, content: Content) -> Done:
+        self._stored = content
         done = write_part(attempt, self.comm.rank, packer, content)
         done.reasons = self._reasons
         self.watcher.committing()
@@ -382,10 +351,3 @@ def _totals(job: JobPlan, done: list[Done], divergences: list[Divergence]) -> di
         "chunks": len(job.plan.chunks),
         "divergences": len(divergences),
     }
-
-
-def _remove(attempt: Attempt) -> None:
-    """Remove what this rank has written, best effort: a full disk should not stay full. ``verify`` names the rest."""
-    for key in attempt.made:
-        with suppress(Exception):
-            attempt.store.delete(key)

@@ -19,8 +19,7 @@ from ckpt.errors import MalformedData
 from ckpt.format.digest import SIZE, from_raw
 from ckpt.format.manifest import DERIVED, ChunkEntry
 from ckpt.layout.spec import BUFFER
-from ckpt.runtime.stage import chunk_output
-from ckpt.runtime.staging import tensor_bytes
+from ckpt.runtime.stage import chunk_output, read_again
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -150,6 +149,8 @@ def outputs_of(
     settled: Settled,
     pieces: PieceTable,
     keep_all: Callable[[int], bool],
+    *,
+    behind: bool = False,
 ) -> tuple[list[Output], list[ChunkEntry]]:
     """Return what this rank stores of the plan, with index entries that lack only their place.
 
@@ -177,5 +178,5 @@ def outputs_of(
         if not derived:
             name = chunk.name if not ranks else f"{chunk.name}#rank{rank}"
             view = pieces.view(chunk.spec, chunk.box)
-            outputs.append(chunk_output(chunk, name, from_raw(value), partial(tensor_bytes, view)))
+            outputs.append(chunk_output(chunk, name, from_raw(value), partial(read_again, view, value, behind=behind)))
     return outputs, entries

@@ -10,7 +10,8 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from ckpt.format.digest import from_raw
+from ckpt.errors import IntegrityError
+from ckpt.format.digest import from_raw, raw_digest
 from ckpt.format.pack import PackItem, plan_packs
 from ckpt.runtime.digesting import Digests, views
 from ckpt.runtime.packing import Output, Packer
@@ -35,36 +36,56 @@ def stage_chunks(
     objects: Sequence[Output],
     packer: Packer,
     beat: Callable[[int], None],
-    after: torch.cuda.Event | None = None,
+    *,
+    behind: bool = False,
 ) -> None:
     """Fill ``mine``, and hand to ``packer`` what this rank will most likely have to store.
 
     ``objects``: what it stores of objects. ``beat``: called after every chunk, with the bytes that were looked at.
-    ``after``: see :func:`ckpt.runtime.capture.capture`.
+    ``behind``: training goes on meanwhile, so what is stored is copied before it is digested.
     """
     held = plan.held(rank)
     owned = [i for i in held if plan.owners[i] == rank]
     items = [_item(plan.chunks[i]) for i in owned] + [one.item for one in objects]
     for keys in plan_packs(items):
         packer.announce([items[k] for k in keys])
-        for i, data, cast in views(plan, [owned[k] for k in keys if k < len(owned)], rank, pieces, after):
+        own = [owned[k] for k in keys if k < len(owned)]
+        for i, data, cast in views(plan, own, rank, pieces, behind=behind, keep=True):
             chunk = plan.chunks[i]
             mine.held[i] = value = mine.of(data)
+            output = chunk_output(chunk, chunk.name, from_raw(value), _reader(pieces, chunk, value, behind=behind))
             if cast is None:
-                view = pieces.view(chunk.spec, chunk.box)
-                packer.add(chunk_output(chunk, chunk.name, from_raw(value), partial(tensor_bytes, view)), data)
+                packer.add(output, data)
             else:
                 mine.casts[i] = mine.of(cast())
                 if mine.casts[i] != value:
-                    view = pieces.view(chunk.spec, chunk.box)
-                    packer.add(chunk_output(chunk, chunk.name, from_raw(value), partial(tensor_bytes, view)))
+                    packer.add(output)
             beat(chunk.nbytes)
         for k in keys:
             if k >= len(owned):
                 packer.add(objects[k - len(owned)])
-    for i, data, _ in views(plan, [i for i in held if plan.owners[i] != rank], rank, pieces, after):
+    theirs = [i for i in held if plan.owners[i] != rank]
+    for i, data, _ in views(plan, theirs, rank, pieces, behind=behind):
         mine.held[i] = mine.of(data)
         beat(plan.chunks[i].nbytes)
+
+
+def _reader(pieces: PieceTable, chunk: Chunk, value: bytes, *, behind: bool) -> Callable[[], Buffer]:
+    return partial(read_again, pieces.view(chunk.spec, chunk.box), value, behind=behind)
+
+
+def read_again(view: torch.Tensor, value: bytes, *, behind: bool) -> Buffer:
+    """Return the bytes of live memory that was digested before.
+
+    Raises:
+        IntegrityError: with ``behind``, that they are not the same any more.
+    """
+    data = tensor_bytes(view)
+    if behind:
+        data = memoryview(bytes(data))
+        if raw_digest(data) != value:
+            raise IntegrityError("live memory was written into before its snapshot was staged")
+    return data
 
 
 def chunk_output(chunk: Chunk, name: str, digest: str, read: Callable[[], Buffer]) -> Output:

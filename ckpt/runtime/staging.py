@@ -19,11 +19,21 @@ def tensor_bytes(tensor: torch.Tensor) -> memoryview:
         UnsupportedLayout: a tensor without plain memory (meta, sparse, a wrapper subclass).
     """
     try:
-        plain = tensor.detach().resolve_conj().resolve_neg()
-        flat = plain.cpu().contiguous()
+        return memoryview(flat_bytes(tensor.detach().cpu()).numpy().data).cast("B")
+    except (RuntimeError, TypeError, NotImplementedError) as error:
+        raise UnsupportedLayout(f"a {type(tensor).__name__} on {tensor.device} has no plain bytes: {error}") from error
+
+
+def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the row-major bytes of a tensor as a 1-D ``uint8`` tensor on its device; a view if it is contiguous.
+
+    Raises:
+        UnsupportedLayout: as :func:`tensor_bytes`.
+    """
+    try:
+        flat = tensor.detach().resolve_conj().resolve_neg().contiguous()
         # Not reshape: a tensor of one element is contiguous whatever its stride, and keeps it (a slice of a transpose).
-        raw = flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)
-        return memoryview(raw.numpy().data).cast("B")
+        return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)
     except (RuntimeError, TypeError, NotImplementedError) as error:
         raise UnsupportedLayout(f"a {type(tensor).__name__} on {tensor.device} has no plain bytes: {error}") from error
 
@@ -45,20 +55,31 @@ def copy_into(target: torch.Tensor, source: torch.Tensor) -> None:
         target.copy_(source)
 
 
+_NOTHING = torch.empty(0, dtype=torch.uint8)
+
+
 def as_tensor(data: memoryview | bytearray, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
     """Return a tensor over ``data`` (writable memory, not copied); ``dtype`` is this project's name of it.
 
     Raises:
         MalformedData: ``data`` is not as long as such a tensor.
     """
+    # Bytes first: a chunk may start anywhere in a pack's span.
+    return tensor_over(torch.frombuffer(data, dtype=torch.uint8) if len(data) else _NOTHING, dtype, shape)
+
+
+def tensor_over(raw: torch.Tensor, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
+    """Return a tensor over bytes (1-D ``uint8``, on any device); a copy only if they are not aligned for the dtype.
+
+    Raises:
+        MalformedData: there are more or fewer than such a tensor has.
+    """
     kind = getattr(torch, dtype, None)
     if not isinstance(kind, torch.dtype):
         raise UnsupportedLayout(f"this torch ({torch.__version__}) has no dtype {dtype!r}")
-    if len(data) != prod(shape) * kind.itemsize or min(shape, default=0) < 0:
-        raise MalformedData(f"{len(data)} bytes for a tensor {dtype}{list(shape)}")
-    if not len(data):
-        return torch.empty(shape, dtype=kind)
-    # Bytes first: a chunk may start anywhere in a pack's span, and a copy also brings it to an aligned address.
-    raw = torch.frombuffer(data, dtype=torch.uint8)
+    if len(raw) != prod(shape) * kind.itemsize or min(shape, default=0) < 0:
+        raise MalformedData(f"{len(raw)} bytes for a tensor {dtype}{list(shape)}")
+    if not len(raw):
+        return torch.empty(shape, dtype=kind, device=raw.device)
     aligned = raw if raw.data_ptr() % kind.itemsize == 0 else raw.clone()
     return aligned.view(kind).reshape(shape)

@@ -175,7 +175,7 @@ def background_communicator(timeout: float | None) -> Comm:
         comm = TorchComm(_generation, "ckpt-async", makes_groups=False)
         with front.joint("async_save", timeout):
             exchange_hellos(front, lambda: hello_of("async_save"))  # a rank that came to save would not make a group
-            comm.make_group()
+            front.run("group", comm.make_group)  # all ranks have it, or all know that one has not
         _behind = (weakref.ref(world, _forget), comm)
     return _behind[1]
 

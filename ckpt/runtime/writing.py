@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from ckpt.errors import CkptError
+from ckpt.errors import CkptError, MissingChunk
 from ckpt.format.codec import decode
 from ckpt.format.digest import digest, from_raw
 from ckpt.format.manifest import (
@@ -93,6 +93,9 @@ class Content:
 def write_part(attempt: Attempt, rank: int, packer: Packer, content: Content) -> Done:
     """Make a rank's packs durable and write its part of the index."""
     made = packer.finish()
+    for pack in packer.earlier():  # somebody may have removed the step that they belong to while this one was saved
+        if attempt.store.size(pack.key) != pack.nbytes:
+            raise MissingChunk(f"pack {pack.key}, which unchanged chunks are in, has gone from {attempt.store.url}")
     packs = [*made, *packer.earlier()]
     number = {ref.key: n for n, ref in enumerate(packs)}
     codecs = sorted({place.codec for place in content.places} - {""})
@@ -111,7 +114,6 @@ def write_part(attempt: Attempt, rank: int, packer: Packer, content: Content) ->
     )
     part = IndexPart(rank=rank, packs=tuple(packs), chunks=tuple(chunks), objects=objects, codecs=tuple(codecs))
     ref = Repository(attempt.store).write_index(attempt.key(f"index/part-{rank:05d}.json.zst"), part)
-    remember(attempt.store, content)
     return Done(
         part=ref,
         packs=made,

@@ -9,13 +9,14 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from ckpt.errors import ConfigError
+from ckpt.store.blocks import Blocks
 from ckpt.store.forward import Forward, ForwardWriter
+from ckpt.store.local_ahead import AheadWriter
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ckpt.store.base import Buffer, ObjectWriter, Store
-    from ckpt.store.blocks import Blocks
 
 _BURST_S = 0.125
 _LARGEST = 8 << 20
@@ -98,8 +99,15 @@ class Limited(Forward):
         self.inner.put(key, data, overwrite=overwrite)
 
     def writer(self, key: str, *, head: int = 0, size: int = 0, blocks: Blocks | None = None) -> ObjectWriter:
-        """See :class:`~ckpt.store.base.Store`."""
-        return LimitedWriter(self.inner.writer(key, head=head, size=size, blocks=blocks), self.rate)
+        """See :class:`~ckpt.store.base.Store`. With ``blocks``, bytes wait in them for their time, and not the caller.
+
+        The store below gets a pool of an eighth of them beside: where it keeps up with the rate, little of it is used.
+        """
+        if blocks is None:
+            return LimitedWriter(self.inner.writer(key, head=head, size=size), self.rate)
+        below = Blocks(max(2 * blocks.size, blocks.budget // 8), blocks.size)
+        writer = self.inner.writer(key, head=head, size=size, blocks=below)
+        return AheadWriter(LimitedWriter(writer, self.rate), blocks, head)
 
     def get(self, key: str, start: int = 0, nbytes: int | None = None) -> bytes:
         """See :class:`~ckpt.store.base.Store`. More than a second's worth comes in several requests."""

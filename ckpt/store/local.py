@@ -125,7 +125,7 @@ class LocalStore:
         # Where there is no page cache apart from the file's own memory, a copy into it is all that a write is.
         if blocks is None or not self.device(writer.fd).cached:
             return writer
-        return AheadWriter(writer, blocks)
+        return AheadWriter(writer, blocks, head)
 
     def get(self, key: str, start: int = 0, nbytes: int | None = None) -> bytes:
         """See :class:`~ckpt.store.base.Store`."""

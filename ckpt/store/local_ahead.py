@@ -15,26 +15,29 @@ import numpy as np
 from ckpt.store.blocks import PAGE
 
 if TYPE_CHECKING:
-    from ckpt.store.base import Buffer
+    from ckpt.store.base import Buffer, ObjectWriter
     from ckpt.store.blocks import Block, Blocks
-    from ckpt.store.local_writer import LocalWriter
 
 PATIENCE_SECONDS = 0.2
 """How long a writer waits for a block before it asks whether any of its own is on its way."""
 
 
 class AheadWriter:
-    """A :class:`LocalWriter` whose ``write`` returns when the bytes are copied; see
-    :class:`ckpt.store.base.ObjectWriter`.
+    """A writer whose ``write`` returns when the bytes are copied; see :class:`ckpt.store.base.ObjectWriter`.
 
     Nobody waits for ever: a writer that gets no block, and has none on its way that will come back, writes without.
+
+    Args:
+        writer: what the thread writes to.
+        blocks: host memory.
+        position: where in the object the first byte goes that is written.
     """
 
-    def __init__(self, writer: LocalWriter, blocks: Blocks) -> None:
+    def __init__(self, writer: ObjectWriter, blocks: Blocks, position: int) -> None:
         self._writer, self._blocks = writer, blocks
         self._block: Block | None = None
         self._start = self._end = 0  # what is filled of the block
-        self._position = writer.position  # where the next byte goes in the file
+        self._position = position  # where the next byte goes in the file
         self._queue: queue.Queue[tuple[Block, int, int] | None] = queue.Queue()
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
@@ -81,7 +84,7 @@ class AheadWriter:
         if block is None:
             return
         if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name=f"ckpt write {self._writer.key}", daemon=True)
+            self._thread = threading.Thread(target=self._work, name="ckpt write", daemon=True)
             self._thread.start()
         self._queue.put((block, self._start, self._end))
 

@@ -130,6 +130,7 @@ class FakeEngine:
     """One rank's adapter. ``peers``: the engines of all ranks, filled in by :func:`engines`."""
 
     kind = "fake"
+    stepped_by_torch = True
 
     def __init__(self, model: Model, layout: Layout, rank: int, *, filled: bool, at_step: int = 1) -> None:
         self.model, self.rank, self.at_step = model, rank, at_step

@@ -90,7 +90,7 @@ def test_two_roots_are_told_apart_by_name_or_by_content(tmp_path, monkeypatch):
     results = run_ranks(comms(2), lambda r: ckpt.save(made[r], tmp_path / str(r)))
     all_raise(results, ckpt.ConfigError, "ranks disagree on the root")
     stores = (MemoryStore(), MemoryStore())  # one name, two places: node-local disks
-    monkeypatch.setattr("ckpt.runtime.save_job.VISIBLE_SECONDS", 0.1)
+    monkeypatch.setattr("ckpt.runtime.attempt.VISIBLE_SECONDS", 0.1)
     results = run_ranks(comms(2), lambda r: ckpt.save(made[r], stores[r]))
     for result in results:
         assert isinstance(result, ckpt.RankFailure)

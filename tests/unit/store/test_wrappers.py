@@ -10,6 +10,7 @@ import pytest
 
 from ckpt.errors import AccessDenied, ConfigError, ObjectExists, ObjectNotFound, StoreError, StoreUnavailable
 from ckpt.store.base import HasFolders, HasOrphans, Store
+from ckpt.store.blocks import Blocks
 from ckpt.store.local import LocalStore
 from ckpt.store.memory import MemoryStore
 from ckpt.store.wrappers import Limited, Metered, Rate, Retrying, Tally, limited
@@ -412,6 +413,24 @@ def test_a_limit_must_be_a_positive_number(value):
     for make in (lambda: Limited(MemoryStore(), value), lambda: Rate(value), lambda: limited(MemoryStore(), value)):
         with pytest.raises(ConfigError, match="expected a positive number"):
             make()
+
+
+def test_with_blocks_bytes_wait_for_their_time_behind_the_caller():
+    go, written = threading.Event(), []
+
+    def sleep(seconds: float) -> None:
+        written.append(seconds)
+        assert go.wait(30)
+
+    store = Limited(MemoryStore(), Rate(1000, lambda: 0.0, sleep))
+    data = bytes(range(256)) * 16
+    with store.writer("k", head=3, blocks=Blocks(1 << 20, 4096)) as out:
+        for _ in range(20):
+            out.write(data)  # the rate lets nothing pass: this returns all the same
+        go.set()
+        out.finish(b"abc")
+    assert store.inner.objects["k"] == b"abc" + data * 20
+    assert written
 
 
 def test_stores_of_a_process_with_one_limit_share_it():
