@@ -137,8 +137,10 @@ class Limited(Forward):
             moved = len(data)
             return data
         finally:
-            self.rate.take(moved - ahead)
-            self.rate.give_back(max(0, ahead - moved))
+            if moved > ahead:
+                self.rate.take(moved - ahead)
+            else:
+                self.rate.give_back(ahead - moved)
 
     def read_into(self, key: str, start: int, buffer: memoryview) -> int:
         """See :class:`~ckpt.store.base.Store`. In slices, so that a large read is even and others come between."""
