@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -17,9 +18,17 @@ if TYPE_CHECKING:
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
-def class_names(value: object) -> set[str]:
+def class_names(value: object) -> frozenset[str]:
     """Return the names of the classes that ``value`` is an instance of: a test that needs no import of a framework."""
-    return {cls.__name__ for cls in type(value).__mro__}
+    kind = type(value)
+    found = _names.get(kind)
+    if found is None:
+        found = _names[kind] = frozenset(cls.__name__ for cls in kind.__mro__)
+    return found
+
+
+_names: WeakKeyDictionary[type, frozenset[str]] = WeakKeyDictionary()
+"""Asked for every tensor in every save, of few types."""
 
 
 def class_name(value: object) -> str:

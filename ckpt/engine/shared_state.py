@@ -91,7 +91,8 @@ def lies_like(value: torch.Tensor, key: torch.Tensor) -> bool:
     cut = (getattr(value, "placements", None), getattr(key, "placements", None))  # of a DTensor
     if cut == (None, None):
         return True
-    return local_tensor(value).shape == local_tensor(key).shape and (cut[0] == cut[1] or None in cut)
+    local = (getattr(value, "_local_tensor", value), getattr(key, "_local_tensor", key))
+    return local[0].shape == local[1].shape and (cut[0] is cut[1] or cut[0] == cut[1] or None in cut)
 
 
 def kinds_of_fresh(inner: Any, partition: Partition) -> Kinds | None:

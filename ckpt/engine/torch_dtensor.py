@@ -6,6 +6,7 @@ cutting what the ones before left, by the rule of ``torch.chunk``.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,12 @@ def is_dtensor(tensor: Any) -> bool:
 
 def mesh_ranks(tensor: Any) -> set[int]:
     """Return the ranks that a DTensor is spread over."""
-    return set(tensor.device_mesh.mesh.flatten().tolist())
+    return set(_ranks_of(tensor.device_mesh))
+
+
+@lru_cache(maxsize=8)
+def _ranks_of(mesh: Any) -> tuple[int, ...]:
+    return tuple(mesh.mesh.flatten().tolist())
 
 
 def dtensor_tiling(tensor: Any) -> tuple[Tiling, str]:
@@ -38,17 +44,32 @@ def dtensor_tiling(tensor: Any) -> tuple[Tiling, str]:
     foreign = [repr(p) for p in placements if not class_names(p) & {"Replicate", "Shard", "_StridedShard"}]
     if foreign:
         return Tiling.whole(shape), f"has placement {', '.join(foreign)}: expected Shard or Replicate in each place"
-    coordinate = mesh.get_coordinate()
+    coordinate, sizes = _place_in(mesh)
     if coordinate is None:
         return Tiling(shape, local, ()), ""
-    sizes = [mesh.size(i) for i in range(mesh.ndim)]
-    tiling = tiling_at(shape, placements, sizes, coordinate)
+    tiling = _tiling_of(shape, tuple(placements), sizes, coordinate)
     if tiling.local != local:
         return tiling, (
             f"has a local tensor of shape {list(local)}, expected {list(tiling.local)} by its global shape "
-            f"{list(shape)}, its placements {tuple(placements)} and its mesh of shape {sizes}"
+            f"{list(shape)}, its placements {tuple(placements)} and its mesh of shape {list(sizes)}"
         )
     return tiling, ""
+
+
+# Both are asked for every tensor in every save, and a model has few meshes and few different shapes.
+@lru_cache(maxsize=8)
+def _place_in(mesh: Any) -> tuple[tuple[int, ...] | None, tuple[int, ...]]:
+    """Return this rank's coordinate in a mesh, None outside of it, and the mesh's shape."""
+    coordinate = mesh.get_coordinate()
+    sizes = tuple(mesh.size(i) for i in range(mesh.ndim))
+    return None if coordinate is None else tuple(coordinate), sizes
+
+
+@lru_cache(maxsize=4096)
+def _tiling_of(
+    shape: tuple[int, ...], placements: tuple[Any, ...], sizes: tuple[int, ...], coordinate: tuple[int, ...]
+) -> Tiling:
+    return tiling_at(shape, placements, sizes, coordinate)
 
 
 def tiling_at(

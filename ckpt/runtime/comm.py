@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, TypeVar
 import msgspec
 
 from ckpt.errors import CkptError, ConfigError, LayoutError, RankFailure, from_wire, to_wire, with_all_problems
+from ckpt.runtime.keyvalue import StepOutcome
 from ckpt.runtime.liveness import host_of, identity, is_dead, silent
 from ckpt.runtime.timeout import checked_timeout, default_timeout
 
@@ -32,6 +33,8 @@ T = TypeVar("T")
 log = logging.getLogger("ckpt")
 
 BEAT_SECONDS = 1.0
+SOON_SECONDS, PAUSE_SECONDS = 0.003, 0.02
+"""How long a waiting rank sleeps between two looks, in the first second and later: a save has half a dozen meetings."""
 NEIGHBOUR_SECONDS = 0.5
 """How often a waiting rank looks whether absent processes of its own host still exist."""
 DEATH_SECONDS = 1.0
@@ -40,14 +43,6 @@ TELL_SECONDS = 10.0
 """How long a rank waits for others to call before it says so."""
 LEAVE_SECONDS = 0.5
 """How long rank 0, which may be the host of the store, stays for the others to read why an operation failed."""
-
-
-class _Outcome(msgspec.Struct):
-    """How a step ended: complete, or failed, with the ranks that are to blame."""
-
-    complete: bool
-    step: str = ""
-    failures: dict[int, str] = {}
 
 
 class Comm:
@@ -94,7 +89,7 @@ class Comm:
                 with suppress(CkptError):
                     text, key = f"{type(error).__name__}: {error}", self._key(self._step + 1)
                     self._keys.append(f"{key}/done")
-                    self._decide(key, _Outcome(False, name, {self.rank: text}))
+                    self._decide(key, StepOutcome(False, name, {self.rank: text}))
                     self._leave(LEAVE_SECONDS)
             raise
         if self.kv is not None:
@@ -123,7 +118,7 @@ class Comm:
             except BaseException as error:  # interrupted: the others must not count on this rank
                 self.operation += 1
                 with suppress(CkptError):
-                    gone = _Outcome(False, f"enter {name}", {self.rank: f"was interrupted ({type(error).__name__})"})
+                    gone = StepOutcome(False, f"enter {name}", {self.rank: f"was interrupted ({type(error).__name__})"})
                     if self._decide(key, gone).complete:
                         self._decide(self._key(1), gone)
                 raise
@@ -164,7 +159,10 @@ class Comm:
 
     def gather(self, name: str, work: Callable[[], bytes]) -> list[bytes]:
         """Run ``work`` on every rank and return all ranks' results, in rank order. Errors as in :meth:`run`."""
-        payload = self.run(name, work)
+        return self.share(name, self.run(name, work))
+
+    def share(self, name: str, payload: bytes) -> list[bytes]:
+        """Return all ranks' payloads, in rank order. Only right after a step that all of them have ended well."""
         return [payload] if self.world == 1 else self._carry(name, lambda: self._exchange(payload))
 
     def scatter(
@@ -184,7 +182,7 @@ class Comm:
             self._broken()
             blind = {self.rank: f"lost a peer ({str(error).splitlines()[0][:200]})"}
             lost = dict.fromkeys(self._dead(range(self.world), DEATH_SECONDS), "its process is gone") or blind
-            outcome = self._decide(self._key(self._step + 1), _Outcome(False, name, lost))
+            outcome = self._decide(self._key(self._step + 1), StepOutcome(False, name, lost))
             raise RankFailure(outcome.step, outcome.failures) from error
 
     def on_root(self, name: str, work: Callable[[], bytes]) -> bytes:
@@ -263,25 +261,26 @@ class Comm:
         if self.rank == 0:  # one rank cleans up what all share
             self._keys += [f"{key}/{what}" for what in ("count", "done", "failed", "groupless", "value")]
         if self.store.add(f"{key}/count", 1) == self.world:
-            self._decide(key, _Outcome(True))
+            self._decide(key, StepOutcome(True))
 
-    def _decide(self, key: str, outcome: _Outcome) -> _Outcome:
+    def _decide(self, key: str, outcome: StepOutcome) -> StepOutcome:
         """Say how a step ends, unless that is decided; return the decision."""
         self.store.compare_set(f"{key}/done", "", msgspec.json.encode(outcome).decode())
         return self._outcome(key)
 
-    def _outcome(self, key: str) -> _Outcome:
-        return msgspec.json.decode(self.store.get(f"{key}/done"), type=_Outcome)
+    def _outcome(self, key: str) -> StepOutcome:
+        return msgspec.json.decode(self.store.get(f"{key}/done"), type=StepOutcome)
 
-    def _raise_failed(self, outcome: _Outcome) -> None:
+    def _raise_failed(self, outcome: StepOutcome) -> None:
         if not outcome.complete:
             raise RankFailure(outcome.step, outcome.failures)
 
     def _wait(self, key: str, name: str) -> None:
         """Wait until the step has ended; raise if it has failed. Gives up on ranks that are dead or silent."""
         kv = self.store
-        pause, look = 0.0005, time.monotonic() + self.timeout / 4
-        neighbours = time.monotonic() + NEIGHBOUR_SECONDS
+        began = now = time.monotonic()
+        pause, look = 0.0005, began + self.timeout / 4
+        neighbours = began + NEIGHBOUR_SECONDS
         seen: dict[int, tuple[str, float]] = {}
         while not kv.check([f"{key}/done"]):
             self.beat()
@@ -290,16 +289,16 @@ class Comm:
                 neighbours = now + NEIGHBOUR_SECONDS
                 dead = self._dead_neighbours(key)
                 if dead:
-                    self._decide(key, _Outcome(False, name, dict.fromkeys(dead, "its process is gone")))
+                    self._decide(key, StepOutcome(False, name, dict.fromkeys(dead, "its process is gone")))
             if now >= look:
                 look = now + self.timeout / 4
                 beats = {r: self._text(f"beat/{r}") for r in self._absent(key)}
                 lost = silent(beats, seen, now, self.timeout)
                 if lost:
                     why = f"did not arrive and gave no sign for {self.timeout:g} s"
-                    self._decide(key, _Outcome(False, name, dict.fromkeys(lost, why)))
+                    self._decide(key, StepOutcome(False, name, dict.fromkeys(lost, why)))
             time.sleep(pause)
-            pause = min(pause * 1.5, 0.02)
+            pause = min(pause * 1.5, SOON_SECONDS if now - began < 1.0 else PAUSE_SECONDS)
         self._raise_failed(self._outcome(key))
 
     def _dead(self, ranks: Iterable[int], patience: float = 0.0) -> list[int]:
@@ -326,7 +325,7 @@ class Comm:
 
     # -- coming and going -----------------------------------------------------------------------------------------
 
-    def _knock(self, key: str, name: str, gave_up: set[int]) -> _Outcome:
+    def _knock(self, key: str, name: str, gave_up: set[int]) -> StepOutcome:
         """Wait until an entry is complete or has failed. A rank that finds it failed does not arrive at it."""
         kv, done = self.store, f"{key}/done"
         if not kv.check([done]):
@@ -341,12 +340,12 @@ class Comm:
             absent = self._absent(key) if over_time or (not told and now > started + TELL_SECONDS) else []
             look = now + NEIGHBOUR_SECONDS if now > look else look
             if dead:
-                self._decide(key, _Outcome(False, f"enter {name}", dict.fromkeys(dead, "its process is gone")))
+                self._decide(key, StepOutcome(False, f"enter {name}", dict.fromkeys(dead, "its process is gone")))
             elif absent and over_time:
                 late = f"called ckpt.{name} earlier and had given up waiting"
                 missing = f"did not call ckpt.{name} within {self.timeout:g} s (every rank must call it)"
                 failures = {r: late if r in gave_up else missing for r in absent}
-                self._decide(key, _Outcome(False, f"enter {name}", failures))
+                self._decide(key, StepOutcome(False, f"enter {name}", failures))
             elif absent:
                 told = True
                 log.warning("ckpt.%s: rank %d waits for rank(s) %s to call it", name, self.rank, absent[:8])

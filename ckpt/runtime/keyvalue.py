@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import msgspec
+
 
 class KeyValue(Protocol):
     """The part of ``torch.distributed.Store`` that is used."""
@@ -25,3 +27,11 @@ class KeyValue(Protocol):
 
     def delete_key(self, key: str, /) -> bool:
         """Remove a key."""
+
+
+class StepOutcome(msgspec.Struct):
+    """How a step ended, as it stands in the store: complete, or failed, with the ranks that are to blame."""
+
+    complete: bool
+    step: str = ""
+    failures: dict[int, str] = {}

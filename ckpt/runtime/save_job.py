@@ -201,13 +201,22 @@ class SaveJob:
             answers = ask(comm, plan, self.snapshot.pieces, differing, IN_SAVE)
             divergences = divergences_of(plan, settled, answers)
             self._judge(divergences)
-            content, underived_ = comm.run("settle", lambda: self._content(job, packer, mine, settled, objects, blobs))
-            self.watcher.staged()
+            store = partial(self._content, job, packer, mine, settled, objects, blobs)
+            if found:  # copies of other ranks have to be stored, which may fail on some
+                content, underived_ = comm.run("settle", store)
+                self.watcher.staged()
+
+        def write() -> Done:
+            own, shown = store() if not found else (content, underived_)
+            if not found:
+                self.watcher.staged()
+            done = self._finish(attempt, packer, own)
+            done.underived, done.underived_shown = shown
+            done.assumed = sorted({one.fqn for one in divergences} & self.snapshot.assumed)[:SHOWN]
+            return done
+
         with self.watch.phase("write"):
-            own = comm.run("write", lambda: self._finish(attempt, packer, content))
-        own.underived, own.underived_shown = underived_
-        own.assumed = sorted({one.fqn for one in divergences} & self.snapshot.assumed)[:SHOWN]
-        return own, divergences
+            return comm.run("write", write), divergences
 
     def _content(
         self,
@@ -291,8 +300,7 @@ class SaveJob:
         self, attempt: Attempt, job: JobPlan, hellos: list[Hello], own: Done, divergences: list[Divergence]
     ) -> SaveReport:
         comm = self.comm
-        encoded = comm.gather("written", lambda: msgspec.msgpack.encode(own))
-        done = [msgspec.msgpack.decode(data, type=Done) for data in encoded]
+        done = [msgspec.msgpack.decode(data, type=Done) for data in comm.share("written", msgspec.msgpack.encode(own))]
         totals = _totals(job, done, divergences)
         if comm.rank == 0:
             _tell(done)

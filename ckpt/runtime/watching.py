@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from ckpt.runtime.comm import _Outcome
+from ckpt.runtime.keyvalue import StepOutcome
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -44,7 +44,7 @@ class Watch:
             lost |= dict.fromkeys(self._silent(peers), f"gave no sign for {comm.timeout:g} s")
             if not lost:
                 return
-            comm._decide(key, _Outcome(False, self.name, lost))
+            comm._decide(key, StepOutcome(False, self.name, lost))
         comm._raise_failed(comm._outcome(key))
 
     def _silent(self, peers: Iterable[int]) -> list[int]:

@@ -196,3 +196,40 @@ def test_wrong_arguments_are_refused():
         checked_budget((16 << 20) - 1)
     for read in ("once", "each"):
         assert 4 * span_for(read, checked_budget(16 << 20)) <= 16 << 20
+
+
+def test_live_memory_on_a_device_is_one_piece_of_one_allocation():
+    case, cpu = Case(), torch.device("cpu")
+    whole = torch.zeros(9, 2)
+    raw = case.chunks(whole[1:7]).live_on(case.unit, cpu)
+    assert raw is not None
+    assert raw.tolist() == [0] * 48
+    raw.copy_(torch.frombuffer(bytearray(WHOLE.numpy().tobytes()), dtype=torch.uint8))
+    assert torch.equal(whole[1:7], WHOLE)
+    assert not whole[0].any()
+    assert not whole[7:].any()
+    assert case.chunks(whole[1:7]).live_on(case.unit, torch.device("cuda", 0)) is None
+    assert case.chunks(torch.zeros(2, 6).T).live_on(case.unit, cpu) is None
+    assert case.chunks(torch.zeros(6, 2), torch.zeros(6, 2)).live_on(case.unit, cpu) is None
+    assert case.chunks(torch.zeros(6, 2, dtype=torch.bfloat16)).live_on(case.unit, cpu) is None
+
+
+def test_live_memory_of_neighbours_that_are_two_allocations_is_none_on_a_device():
+    """Next to each other by chance they are one piece for the CPU, and not for a tensor."""
+    case, page = Case(), bytearray(48)
+    parts = [torch.frombuffer(memoryview(page)[at : at + 16], dtype=torch.float32).reshape(2, 2) for at in (0, 16, 32)]
+    specs = [TensorSpec(name, PARAM, "float32", (2, 2)) for name in "abc"]
+    pieces = [Piece(spec, Box.whole((2, 2)), part) for spec, part in zip(specs, parts, strict=True)]
+    entries = [ChunkEntry(0, (0, 0), (2, 2), e.digest, 0, e.start, e.nbytes) for e in case.entries]
+    places = Places(
+        specs, [IndexPart(rank=0, packs=(PackRef(key=KEY, nbytes=case.sizes[KEY]),), chunks=tuple(entries))]
+    )
+    (unit,) = plan_alone(places.order, runs_of_numbers(range(3)), 0, gap=0)
+    reads = [
+        ChunkRead(KEY, spec, e, 1, [Use(k, e.box)]) for k, (spec, e) in enumerate(zip(specs, entries, strict=True))
+    ]
+    chunks = Chunks(case.store, places, reads, pieces)
+    assert chunks.live(unit) is not None
+    assert chunks.live_on(unit, torch.device("cpu")) is None
+    chunks.place(unit, torch.frombuffer(bytearray(WHOLE.numpy().tobytes()), dtype=torch.uint8))
+    assert bytes(page) == WHOLE.numpy().tobytes()
