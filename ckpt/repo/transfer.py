@@ -13,6 +13,7 @@ from ckpt.format.codec import decode
 from ckpt.format.digest import digest
 from ckpt.format.manifest import BlobEntry, ChunkEntry
 from ckpt.format.pack import MAX_HEADER
+from ckpt.store.blocks import Blocks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     Entry = ChunkEntry | BlobEntry
     Segment = tuple[int, int, "Held | None"]
 
+AHEAD_BYTES = 16 << 20
+"""Host memory of each pack that is being written, for what was read and is not stored yet."""
 PIECE = 8 << 20
 """Bytes that are read and written at once, unless one chunk is larger."""
 GAP = 64 << 10
@@ -103,7 +106,8 @@ def copy_pack(src: Store, dst: Store, pack: PackRef, held: Iterable[Held], moved
     ordered, late = _ordered([*header_of(src, pack), *held])
     for one in late:  # before the first byte is written: these lie inside others, so they are no piece of their own
         one.check(reader.read(one.start, one.stop), where)
-    with dst.writer(pack.key, size=pack.nbytes) as out:
+    # A pool of its own, so that what is read next comes while this is written; shared, it could starve other packs.
+    with dst.writer(pack.key, size=pack.nbytes, blocks=Blocks(AHEAD_BYTES)) as out:
         for start, stop, inside in _pieces(_segments(ordered, pack.nbytes), whole=True):
             data = reader.read(start, stop)
             for one in inside:
