@@ -160,7 +160,7 @@ def async_save(
         with now.beside(), comm.joint("async_save", timeout):
             return SaveJob(comm, watch, prepare, ways, watcher).run()
 
-    watcher = Watcher(handle.expect, handle.advance, lambda: handle.staged.reach(None), handle.committing)
+    watcher = Watcher(handle.expect, handle.advance, handle.store, lambda: handle.staged.reach(None), handle.committing)
     launch(handle, run, patience, comm.pulse)
     return handle
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from ckpt.errors import SaveCancelled
+from ckpt.words import size
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -22,13 +23,15 @@ T = TypeVar("T")
 @dataclass(frozen=True, slots=True)
 class Progress:
     """How far this rank is. ``staged``: bytes of its state that were digested and, where it owns them, copied or
-    stored; ``total``: all that it holds (0: not known yet). ``seconds``: since the call.
+    stored; ``total``: all that it holds (0: not known yet). ``seconds``: since the call. ``stored``: bytes that went
+    from the memory budget to the store (0 where the store writes from live memory).
     """
 
     staged: int
     total: int
     seconds: float
     durable: bool
+    stored: int = 0
 
     @property
     def rate(self) -> float:
@@ -38,6 +41,7 @@ class Progress:
     def __str__(self) -> str:
         share = f"{self.staged / self.total:.0%}" if self.total else "0%"
         state = "durable" if self.durable else f"{share} staged"
+        state += f", {size(self.stored)} stored" if self.stored and not self.durable else ""
         return f"{state} after {self.seconds:.1f} s ({self.rate / 1e6:.0f} MB/s)"
 
 
@@ -110,7 +114,7 @@ class SaveHandle:
         self.durable: Milestone[SaveReport] = Milestone("durable")
         self._started = time.monotonic()
         self._ended: float | None = None
-        self._total = self._looked_at = 0
+        self._total = self._looked_at = self._stored = 0
         self._end: str | None = None
         self._lock = threading.Lock()
         self._committing = False
@@ -122,7 +126,7 @@ class SaveHandle:
         """Return how far this rank is."""
         seconds = (self._ended or time.monotonic()) - self._started
         durable = self.durable.done() and self.durable.peek() is None
-        return Progress(self._looked_at, self._total, seconds, durable)
+        return Progress(self._looked_at, self._total, seconds, durable, self._stored)
 
     def cancel(self) -> bool:
         """End the save on all ranks, unless it is about to be committed. Returns whether it will end.
@@ -156,6 +160,11 @@ class SaveHandle:
         self._looked_at += nbytes
         if self._end is not None:
             raise SaveCancelled(f"the save of step {self.step} was ended before its commit: {self._end}")
+
+    def store(self, nbytes: int) -> None:
+        """Count bytes that leave; raise if the save is to end."""
+        self.advance(0)
+        self._stored += nbytes
 
     def committing(self) -> None:
         """Close the door for :meth:`end`; raise if it came first."""

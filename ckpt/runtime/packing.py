@@ -19,7 +19,7 @@ from ckpt.format.manifest import PackRef
 from ckpt.format.pack import PackItem, lay_out, room_for
 from ckpt.layout.spec import ITEMSIZE
 from ckpt.runtime.choosing import observe
-from ckpt.store.base import Buffer, ObjectWriter
+from ckpt.store.base import Buffer, ObjectWriter, WatchedWriter
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -108,6 +108,7 @@ class Packer:
         store: where packs go.
         blocks: host memory that writers may hold.
         pack_key: number -> key of a new pack of this attempt.
+        on_part: told of bytes that are about to be stored, by another thread; may raise to end it.
     """
 
     def __init__(
@@ -115,8 +116,9 @@ class Packer:
         store: Store,
         blocks: Blocks | None,
         pack_key: Callable[[int], str],
+        on_part: Callable[[int], None] | None = None,
     ) -> None:
-        self._store, self._blocks, self._pack_key = store, blocks, pack_key
+        self._store, self._blocks, self._pack_key, self._on_part = store, blocks, pack_key, on_part
         self.known: Callable[[Identity], tuple[PackRef, Place] | None] = _unknown
         """where an earlier step has these bytes, with its pack; or None"""
         self.encoded: frozenset[str] = frozenset()
@@ -214,6 +216,8 @@ class Packer:
             key = self._pack_key(len(self._packs))
             size = room + sum(item.nbytes for item in self._coming)
             writer = self._exit.enter_context(self._store.writer(key, head=room, size=size, blocks=self._blocks))
+            if isinstance(writer, WatchedWriter):
+                writer.on_part = self._on_part
             self._current = _Open(key, writer, room)
             self._packs.append(self._current)
         return self._current

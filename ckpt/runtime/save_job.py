@@ -63,12 +63,13 @@ def _nothing() -> None:
 @dataclass(frozen=True, slots=True)
 class Watcher:
     """Who looks on while a save runs. ``total``: told once how many bytes this rank has to look at. ``advance``: bytes
-    looked at; may raise to end the save. ``staged``: called once training may change the state again. ``committing``:
-    the last moment at which the save can be ended by raising.
+    looked at; ``stored``: bytes about to be stored, by another thread; both may raise to end the save. ``staged``:
+    called once training may change the state again. ``committing``: the last moment at which the save can be ended.
     """
 
     total: Callable[[int], None] = field(default=lambda _: None)
     advance: Callable[[int], None] = field(default=lambda _: None)
+    stored: Callable[[int], None] = field(default=lambda _: None)
     staged: Callable[[], None] = _nothing
     committing: Callable[[], None] = _nothing
 
@@ -167,7 +168,15 @@ class SaveJob:
 
     def _packer(self, attempt: Attempt) -> Packer:
         key = f"packs/rank{self.comm.rank:05d}"
-        return Packer(self.store, blocks_of(self.ways.budget), lambda n: attempt.key(f"{key}-{n:03d}.safetensors"))
+
+        def on_part(nbytes: int) -> None:
+            self.watcher.stored(nbytes)
+            self.comm.beat()
+
+        def pack_key(number: int) -> str:
+            return attempt.key(f"{key}-{number:03d}.safetensors")
+
+        return Packer(self.store, blocks_of(self.ways.budget), pack_key, on_part)
 
     def _write(
         self, attempt: Attempt, job: JobPlan, packer: Packer, hellos: list[Hello]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 from ckpt.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from ckpt.store.blocks import Blocks
 
@@ -83,6 +83,16 @@ class ObjectWriter(Protocol):
     def __enter__(self) -> ObjectWriter: ...
 
     def __exit__(self, *exc: object) -> None: ...
+
+
+@runtime_checkable
+class WatchedWriter(Protocol):
+    """A writer that stores in the background, and says so: who waits in ``finish`` may be waited for himself.
+
+    ``on_part``: called by a thread of the writer before bytes leave, with how many. What it raises ends the writing.
+    """
+
+    on_part: Callable[[int], None] | None
 
 
 @runtime_checkable

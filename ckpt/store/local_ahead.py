@@ -15,6 +15,8 @@ import numpy as np
 from ckpt.store.blocks import PAGE
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from ckpt.store.base import Buffer, ObjectWriter
     from ckpt.store.blocks import Block, Blocks
 
@@ -41,6 +43,8 @@ class AheadWriter:
         self._queue: queue.Queue[tuple[Block, int, int] | None] = queue.Queue()
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
+        self.on_part: Callable[[int], None] | None = None
+        """see :class:`ckpt.store.base.WatchedWriter`"""
 
     def write(self, data: Buffer) -> None:
         """Append bytes; raises what went wrong with earlier ones."""
@@ -92,6 +96,8 @@ class AheadWriter:
         while (item := self._queue.get()) is not None:
             block, start, end = item
             try:
+                if self._error is None and self.on_part is not None:
+                    self.on_part(end - start)
                 if self._error is None:
                     self._writer.write(block[start:end].data)
             except BaseException as error:

@@ -22,6 +22,8 @@ from ckpt.store.s3_errors import Kind
 from ckpt.store.s3_options import MAX_OBJECT, MAX_PART
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from ckpt.store.blocks import Block
     from ckpt.store.s3 import S3Store
 
@@ -94,6 +96,7 @@ class S3Writer:
         self.changed = threading.Condition()
         self.stop = threading.Event()
         self.published = self.finished = False
+        self.on_part: Callable[[int], None] | None = None
         self.kept: _Part | None = None  # the part that waits for the end of the head
         self.part = self._part_after_head()
 
@@ -207,6 +210,8 @@ class S3Writer:
 
         doing = f"write part {number} of"
         try:
+            if not self.stop.is_set() and self.on_part is not None:
+                self.on_part(sum(view.nbytes for view in views))
             if not self.stop.is_set():
                 self.sent[number] = self.store.api.run(doing, self.key, step, stop=self.stop)
         except CkptError as error:

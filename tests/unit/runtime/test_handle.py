@@ -167,3 +167,13 @@ def test_a_failure_does_not_keep_the_snapshot_alive():
     assert error is not None
     assert isinstance(error.__cause__, ValueError)
     assert error.__traceback__ is not None
+
+
+def test_a_save_that_is_ended_ends_at_the_next_part_that_leaves():
+    """Else it would fill the store with all that the memory budget holds first."""
+    handle = SaveHandle(1)
+    handle.store(7)
+    assert handle.progress().stored == 7
+    handle.cancel()
+    with pytest.raises(SaveCancelled, match="ended before its commit"):
+        handle.store(1)

@@ -1,0 +1,105 @@
+"""What the writer behind the caller promises beyond the conformance suite."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+import pytest
+
+from ckpt.store.base import WatchedWriter
+from ckpt.store.blocks import Blocks
+from ckpt.store.local import LocalStore
+from ckpt.store.local_ahead import AheadWriter
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from ckpt.store.base import Buffer
+
+BLOCK = 1 << 20
+
+
+def ahead(root: Path, blocks: Blocks) -> AheadWriter:
+    return AheadWriter(LocalStore(root).writer("a/b"), blocks, 0)
+
+
+def test_it_tells_of_every_part_and_ends_where_it_is_told_to(tmp_path):
+    blocks, told = Blocks(8 * BLOCK, BLOCK), []
+
+    def on_part(nbytes: int) -> None:
+        told.append(nbytes)
+        if len(told) == 2:
+            raise ValueError("enough")
+
+    def write() -> None:
+        with ahead(tmp_path, blocks) as out:
+            assert isinstance(out, WatchedWriter)
+            out.on_part = on_part
+            out.write(bytes(3 * BLOCK + 5))
+            out.finish()
+
+    with pytest.raises(ValueError, match="enough"):
+        write()
+    assert told[:2] == [BLOCK, BLOCK]
+    assert [p for p in tmp_path.rglob("*") if p.is_file()] == []
+    assert blocks.in_use == 0
+
+
+class Stuck:
+    """A writer below that stores nothing until it is let go."""
+
+    def __init__(self) -> None:
+        self.go, self.parts = threading.Event(), bytearray()
+
+    def write(self, data: Buffer) -> None:
+        self.go.wait(30)
+        self.parts += data
+
+    def finish(self, head: Buffer = b"") -> None:
+        """Do nothing."""
+
+    def __enter__(self) -> Stuck:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        """Do nothing."""
+
+
+def test_two_writers_that_share_two_blocks_both_come_to_their_end():
+    """Each keeps a block that is half full: the one that gets none any more writes without."""
+    blocks = Blocks(2 * BLOCK, BLOCK)
+    below = [Stuck(), Stuck()]
+    writers = [AheadWriter(one, blocks, 0) for one in below]
+    for one in below:
+        one.go.set()
+    for writer in writers:
+        writer.write(b"x" * 10)
+    writers[0].write(b"y" * (2 * BLOCK))
+    writers[1].write(b"z" * (2 * BLOCK))
+    for writer in writers:
+        writer.finish()
+        writer.__exit__(None, None, None)
+    assert bytes(below[0].parts) == b"x" * 10 + b"y" * (2 * BLOCK)
+    assert bytes(below[1].parts) == b"x" * 10 + b"z" * (2 * BLOCK)
+    assert blocks.in_use == 0
+
+
+def test_the_caller_goes_on_while_the_store_is_stuck_and_waits_when_all_blocks_are_on_their_way():
+    blocks, below = Blocks(2 * BLOCK, BLOCK), Stuck()
+    writer, done = AheadWriter(below, blocks, 0), threading.Event()
+
+    def fill() -> None:
+        writer.write(bytes(2 * BLOCK))  # both blocks: returns at once
+        done.set()
+        writer.write(bytes(1))
+
+    thread = threading.Thread(target=fill)
+    thread.start()
+    assert done.wait(30)
+    assert thread.is_alive()
+    below.go.set()
+    thread.join(30)
+    writer.finish()
+    writer.__exit__(None, None, None)
+    assert (len(below.parts), blocks.in_use) == (2 * BLOCK + 1, 0)
