@@ -204,7 +204,8 @@ class _Load:
             ranks = [msgspec.msgpack.decode(data, type=Difference) for data in encoded]
             missing, unexpected, casts = check_difference(ready.catalog, ranks, strict=self.strict, cast=self.cast)
             late = any(one.late for one in ranks)
-            restore.plan(ready.index, {FIRST: ready.plan.first, **({AFTER: ready.plan.after} if late else {})})
+            stages = {FIRST: ready.plan.first, **({AFTER: ready.plan.after} if late else {})}
+            restore.plan(ready.index, stages, ready.state.shards)
         state, saved = ready.state, ready.saved
         module = self.adapter.module()
         mark_half_loaded(module)

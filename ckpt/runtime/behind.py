@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import concurrent.futures.thread  # noqa: F401 - what it does at exit has to come after what is done here
 import logging
+import os
 import threading
 import time
 import weakref
@@ -52,6 +53,17 @@ class _Flight:
 _last = _Flight()
 _hooked = False
 _patience: dict[SaveHandle, tuple[float, Callable[[], object]]] = {}
+
+
+def _reset_after_fork() -> None:
+    """Forget the save in a forked child (a data loader's worker): its thread is the parent's, and would be waited for
+    in the child's optimizer steps and at its end, for ever.
+    """
+    _last.handle = _last.comm = None
+    _patience.clear()
+
+
+os.register_at_fork(after_in_child=_reset_after_fork)
 
 
 def _no_pulse() -> object:
@@ -128,7 +140,7 @@ def launch(
     if not _hooked:
         register_optimizer_step_pre_hook(_before_step)
         # Not atexit, which comes when threads cannot be started any more; a save starts some for its I/O.
-        with suppress(AttributeError):
+        with suppress(AttributeError, RuntimeError):  # RuntimeError: the interpreter is ending already
             threading._register_atexit(_at_exit)  # type: ignore[attr-defined]
         _hooked = True
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
@@ -148,6 +160,9 @@ def launch(
 
     _patience[handle] = patience, pulse
     _last.handle = handle
+    if not threading.main_thread().is_alive():  # called by an atexit function: nobody would wait for a thread any more
+        work()
+        return
     thread = threading.Thread(target=work, name=f"ckpt save of step {handle.step}")
     try:
         thread.start()

@@ -4,6 +4,9 @@ A few threads read from the store, others wait for what comes from other ranks a
 handed on before anything else is done with it, then checked against its digests, then placed by the calling thread,
 in the order of the plan. Bytes that fill live memory from end to end are read or received right there.
 
+Ranks of one host that share memory (:mod:`~ckpt.runtime.sharing`) send each other nothing: the first that has a unit
+has it in a slot and tells the others, each copies it from there to live memory, checks its copy, and says so.
+
 A rank that cannot read a unit sends the bytes that it has in their place: nobody waits in vain, nobody places what does
 not fit its digest, and afterwards all learn of the cause (:func:`~ckpt.runtime.cargo.settle`). A rank that is gone ends
 it for all.
@@ -15,67 +18,32 @@ import queue
 import threading
 import time
 from collections import deque
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import numpy.typing as npt
-
 from ckpt.errors import CkptError, RankFailure, to_wire
-from ckpt.plan.read_plan import Unit
 from ckpt.runtime.cargo import Cargo, Outcome
-from ckpt.runtime.fabric import Pending
+from ckpt.runtime.flows import Flow, Job, pools_for
+from ckpt.runtime.routes import Route, Routes
+from ckpt.runtime.sharing import DONE, HERE, SPOILT, STOP, Sharing, Slots, Told
 from ckpt.runtime.watching import Watch
-from ckpt.store.blocks import DEFAULT_BUDGET, Blocks
+from ckpt.store.blocks import DEFAULT_BUDGET
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from ckpt.plan.read_plan import Unit
     from ckpt.runtime.comm import Comm
     from ckpt.runtime.fabric import Fabric
 
-READERS = 4
-"""Threads that read from the store."""
+READERS, TAKERS = 4, 2
+"""Threads that read from the store, and that copy what neighbours have."""
 AHEAD_BYTES, AHEAD = 64 << 20, 32
 """What a rank reads, and what it receives, before it has to place the first of it: bytes, if the budget allows as much,
 and units. A chain of many hops is as fast as its links only if that much is on its way."""
-SMALL = 8
-"""Units of less than this part of a block get memory of their own size."""
 LOOK_SECONDS = 0.25
 """How often a rank looks whether the others can go on."""
 PATIENCE_SECONDS = 2.0
 """How long a rank whose connection to a peer is lost waits to learn which rank is to blame."""
-
-
-@dataclass(eq=False, slots=True)
-class _Job:
-    """A unit on its way through this rank."""
-
-    unit: Unit
-    data: memoryview
-    block: npt.NDArray[np.uint8] | None
-    pool: Blocks
-    live: bool
-    pending: Pending | None = None
-    arrived: bool = False
-    good: bool = False
-    left: bool = False
-    placed: bool = False
-
-
-@dataclass(slots=True)
-class _Flow:
-    """Units that come to this rank in one way, in order; ``current``: those that have begun and are not done."""
-
-    todo: deque[Unit]
-    pool: Blocks
-    leaving: queue.SimpleQueue[tuple[_Job, Pending] | None] = field(default_factory=queue.SimpleQueue)
-    current: list[_Job] = field(default_factory=list)
-    nbytes: int = 0
-    """of these"""
-    head: int = -1
-    live: memoryview | None = None
-    """of the unit of number ``head``, the first to do"""
 
 
 class Transfer:
@@ -87,6 +55,8 @@ class Transfer:
         cargo: what the units are.
         budget: bytes of host memory for what is on its way.
         span: most bytes of an ordinary unit.
+        sharing: memory that ranks of a host share, None if no rank has any. Its size bounds what is on its way there.
+        direct: does the store give its bytes without a copy to memory that lies as the file does?
     """
 
     def __init__(
@@ -97,17 +67,23 @@ class Transfer:
         *,
         span: int,
         budget: int = DEFAULT_BUDGET,
+        sharing: Sharing | None = None,
+        direct: bool = False,
     ) -> None:
-        self.comm, self.fabric, self.cargo = comm, fabric, cargo
-        self._half = max(2 * span, min(AHEAD_BYTES, budget // 2) // span * span)
-        self._pools = (Blocks(self._half, span), Blocks(self._half, span))
+        self.comm, self.fabric, self.cargo, self._sharing, self._direct = comm, fabric, cargo, sharing, direct
+        count = max(2, min(AHEAD_BYTES, budget // 2) // span)
+        self._half = count * span
+        self._pools = pools_for(sharing, count, span)
         self._changed = threading.Condition()
-        self._to_read: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._to_come: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._to_read: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._to_come: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._to_take: queue.SimpleQueue[Told | None] = queue.SimpleQueue()
         self._stop = self._spoilt = False
         self._lost: Exception | None = None
         self._looked = 0.0
         self._moves = self._moves_told = 0
+        self._listening = False
+        self._routes = Routes(comm.rank, sharing)
         self.outcome = Outcome()
         self.error: Exception | None = None
         """what ``outcome`` tells of this rank's failure"""
@@ -120,24 +96,19 @@ class Transfer:
         Raises:
             RankFailure: another rank is gone.
         """
-        me = self.comm.rank
-        mine = [unit for unit in units if me in unit.chain]
-        self._reads = _Flow(deque(u for u in mine if u.chain[0] == me), self._pools[0])
-        self._comes = _Flow(deque(u for u in mine if u.chain[0] != me), self._pools[1])
-        self._name, self._jobs, self._watch = name, dict[int, _Job](), Watch(self.comm, name)
-        threads = [threading.Thread(target=self._read_all, daemon=True) for _ in range(min(READERS, len(mine)))]
-        # What comes is handed on when it comes, whatever is still to come before it in the plan: else each unit would
-        # wait for the slowest way of the one before. gloo cannot say what has come: each has a thread that waits.
-        comes = min(AHEAD, len(self._comes.todo))
-        threads += [threading.Thread(target=self._receive_all, daemon=True) for _ in range(comes)]
-        if any(len(u.chain) > 1 for u in mine):
-            # One for each way in: what was read ahead leaves late, and must not keep back the end of what came.
-            flows = (self._reads, self._comes)
-            threads += [threading.Thread(target=self._see_off_all, args=(flow,), daemon=True) for flow in flows]
+        mine = [(unit, self._routes.of(unit)) for unit in units if self.comm.rank in unit.chain]
+        self._name, self._jobs, self._watch = name, dict[int, Job](), Watch(self.comm, name)
+        self._near = {unit.number: unit for unit, route in mine if route.near}
+        self._lent: dict[int, Job] = {}
+        reads = deque(one for one in mine if one[1].source is None)
+        comes = deque(one for one in mine if one[1].source is not None and not one[1].near)
+        self._reads = Flow(reads, self._pools[0], self._half, self._direct)
+        self._comes = Flow(comes, self._pools[1], self._half)
+        threads = self._threads([route for _, route in mine])
         for thread in threads:
             thread.start()
         try:
-            for unit in mine:
+            for unit, _ in mine:
                 self._place(self._arrival(unit))
             self._until(lambda: not self._reads.current and not self._comes.current)
         except _Enough:
@@ -157,19 +128,40 @@ class Transfer:
         if self.error is not None:
             raise self.error
 
+    def _threads(self, routes: Sequence[Route]) -> list[threading.Thread]:
+        work: list[tuple[Any, ...]] = [(self._read_all,)] * min(READERS, len(self._reads.todo))
+        # What comes is handed on when it comes, whatever is still to come before it in the plan: else each unit would
+        # wait for the slowest way of the one before. gloo cannot say what has come: each has a thread that waits.
+        work += [(self._receive_all,)] * min(AHEAD, len(self._comes.todo))
+        if any(route.onward is not None for route in routes):
+            # One for each way in: what was read ahead leaves late, and must not keep back the end of what came.
+            work += [(self._see_off_all, self._reads), (self._see_off_all, self._comes)]
+        self._listening = any(route.near or route.mates for route in routes)
+        if self._listening:
+            self._shared.round += 1
+            work += [(self._listen,), *[(self._take_all,)] * min(TAKERS, len(self._near))]
+        return [threading.Thread(target=call, args=args, daemon=True) for call, *args in work]
+
     def _end(self, threads: Sequence[threading.Thread]) -> None:
         self._stop = True
         for _ in threads:
             self._to_read.put(None)
             self._to_come.put(None)
+            self._to_take.put(None)
         self._reads.leaving.put(None)
         self._comes.leaving.put(None)
+        if self._listening:
+            self._shared.stop()
         for thread in threads:
             thread.join()
+        if self._sharing is not None:  # errors hold the frames that they went through, and those shared memory
+            self._lost = self.error = None
+            for flow in (self._reads, self._comes):
+                flow.current.clear()
 
     # -- the calling thread ---------------------------------------------------------------------------------------
 
-    def _arrival(self, unit: Unit) -> _Job:
+    def _arrival(self, unit: Unit) -> Job:
         self._until(lambda: unit.number in self._jobs and self._jobs[unit.number].arrived)
         return self._jobs.pop(unit.number)
 
@@ -185,39 +177,19 @@ class Transfer:
                     self._changed.wait(LOOK_SECONDS / 5)
             self._look()
 
-    def _start(self, flow: _Flow, begin: Any) -> None:
-        while flow.todo and len(flow.current) < AHEAD:
-            unit = flow.todo[0]
-            if flow.current and flow.nbytes + unit.nbytes > self._half:
-                return  # also for a unit that is larger than all of that: it comes alone
-            if flow.head != unit.number:
-                flow.head, flow.live = unit.number, self.cargo.live(unit)
-            live = flow.live
-            block = None
-            if live is None and flow.pool.size // SMALL <= unit.nbytes <= flow.pool.size:
-                block = flow.pool.take(timeout=0)
-                if block is None:
-                    return
-            if live is not None:
-                data = live
-            elif block is not None:
-                data = block.data.cast("B")
-            else:
-                data = memoryview(bytearray(unit.nbytes))
-            flow.todo.popleft()
-            job = _Job(unit, data[: unit.nbytes], block, flow.pool, live is not None)
-            flow.current.append(job)
-            flow.nbytes += unit.nbytes
-            self._jobs[unit.number] = job
+    def _start(self, flow: Flow, begin: Any) -> None:
+        while (job := flow.begin(self.cargo, AHEAD)) is not None:
+            self._jobs[job.unit.number] = job
+            if job.route.mates:
+                self._lent[job.unit.number] = job
             begin(job)
 
-    def _begin_read(self, job: _Job) -> None:
+    def _begin_read(self, job: Job) -> None:
         self._to_read.put(job)
 
-    def _begin_receive(self, job: _Job) -> None:
-        chain = job.unit.chain
+    def _begin_receive(self, job: Job) -> None:
         try:
-            job.pending = self._wire.receive(job.data, chain[chain.index(self.comm.rank) - 1], job.unit.number)
+            job.pending = self._wire.receive(job.data, job.route.source or 0, job.unit.number)
         except RuntimeError as error:
             self._lost = error
             return
@@ -229,25 +201,30 @@ class Transfer:
             raise CkptError("a unit has several ranks, and there is no fabric between them")
         return self.fabric
 
-    def _place(self, job: _Job) -> None:
-        if job.good and not job.live:
+    @property
+    def _shared(self) -> Sharing:
+        if self._sharing is None:
+            raise CkptError("a unit is in shared memory, and there is none")
+        return self._sharing
+
+    def _place(self, job: Job) -> None:
+        if job.good and job.live is None:
             try:
                 self.cargo.put(job.unit, job.data)
             except Exception as error:
                 self._failed(job, error)
+        if job.live is None and job.told is not None:
+            self._tell(job.told.sender, job.told.number, job.told.slot, DONE)
         job.placed = True
         self._finish(job)
 
-    def _finish(self, job: _Job) -> None:
+    def _finish(self, job: Job) -> None:
         """Let go of a job's memory when it is neither to be placed nor to leave any more."""
         with self._changed:
             self._moves += 1
-            flow = self._reads if job.unit.chain[0] == self.comm.rank else self._comes
-            if job.placed and job.left and job in flow.current:
-                flow.current.remove(job)
-                flow.nbytes -= job.unit.nbytes
-                if job.block is not None:
-                    job.pool.give(job.block)
+            if job.flow is not None and job.placed and not job.owed and job in job.flow.current:
+                job.flow.end(job)
+                self._lent.pop(job.unit.number, None)
             self._changed.notify_all()
 
     def _look(self) -> None:
@@ -278,11 +255,8 @@ class Transfer:
     def _peers(self) -> set[int]:
         with self._changed:
             jobs = [*self._reads.current, *self._comes.current]
-        near: set[int] = set()
-        for job in jobs:
-            at = job.unit.chain.index(self.comm.rank)
-            near.update(job.unit.chain[max(at - 1, 0) : at + 2])
-        return near - {self.comm.rank}
+        peers = {peer for job in jobs for peer in (job.route.source, job.route.onward) if peer is not None}
+        return peers | (self._shared.mates if self._listening else set())
 
     # -- the other threads ----------------------------------------------------------------------------------------
 
@@ -296,7 +270,10 @@ class Transfer:
                 self._failed(job, error)
             with self._changed:
                 self.outcome.read += job.unit.stored if job.good else 0
-            self._hand_on(job)
+            self._send_on(job)
+            self._lend(job)
+            if job.good:
+                job.settle()
             self._arrived(job)
 
     def _receive_all(self) -> None:
@@ -304,7 +281,7 @@ class Transfer:
             try:
                 if job.pending is not None:
                     job.pending.wait()
-                self._hand_on(job)
+                self._send_on(job)
             except (RuntimeError, CkptError) as error:
                 self._break(error)
                 return
@@ -315,11 +292,56 @@ class Transfer:
                     self.cargo.check(job.unit, job.data)
                     job.good = True
             except Exception as error:
-                if self.outcome.spoilt is None:
-                    self.outcome.spoilt = to_wire(error)
+                self.outcome.spoils(error)
+            self._lend(job)
+            if job.good:
+                job.settle()
             self._arrived(job)
 
-    def _see_off_all(self, flow: _Flow) -> None:
+    def _listen(self) -> None:
+        while True:
+            try:
+                heard = self._shared.hear()
+            except OSError as error:
+                self._break(error)
+                return
+            for told in heard:
+                if told.what == STOP:
+                    return
+                if told.round != self._shared.round:
+                    continue
+                if told.what != DONE:
+                    self._to_take.put(told)
+                elif (job := self._lent.get(told.number)) is not None:
+                    self._had(job)
+
+    def _take_all(self) -> None:
+        while (told := self._to_take.get()) is not None and not self._stop:
+            unit = self._near[told.number]
+            lent = self._shared.look(told, unit)
+            job = Job(unit, self._routes.of(unit), lent, told=told)
+            try:
+                job.live = self.cargo.live(unit)
+                if told.what == HERE and not self._spoilt:
+                    job.settle()
+                    self.cargo.check(unit, lent if job.live is None else job.live)
+                    job.good = True
+            except Exception as error:
+                self.outcome.spoils(error)
+            with self._changed:
+                self.outcome.received += unit.nbytes
+            if job.live is not None:
+                self._tell(told.sender, told.number, told.slot, DONE)
+            self._jobs[unit.number] = job
+            self._arrived(job)
+
+    def _tell(self, rank: int, number: int, slot: int, what: int) -> None:
+        try:
+            self._shared.tell(rank, number, slot, what)
+        except RuntimeError as error:
+            self._break(error)
+
+    def _see_off_all(self, flow: Flow) -> None:
         while (one := flow.leaving.get()) is not None and not self._stop:
             job, pending = one
             try:
@@ -327,22 +349,30 @@ class Transfer:
             except RuntimeError as error:
                 self._break(error)
                 return
-            job.left = True
-            self._finish(job)
+            self._had(job)
 
-    def _hand_on(self, job: _Job) -> None:
-        chain = job.unit.chain
-        at = chain.index(self.comm.rank) + 1
-        if at == len(chain):
-            job.left = True
+    def _had(self, job: Job) -> None:
+        """One of those who get a unit from this rank has it."""
+        with self._changed:
+            job.owed -= 1
+        self._finish(job)
+
+    def _send_on(self, job: Job) -> None:
+        if job.route.onward is None or job.flow is None:
             return
         try:
-            flow = self._reads if at == 1 else self._comes
-            flow.leaving.put((job, self._wire.send(job.data, chain[at], job.unit.number)))
+            job.flow.leaving.put((job, self._wire.send(job.data, job.route.onward, job.unit.number)))
         except RuntimeError as error:
             self._break(error)
 
-    def _arrived(self, job: _Job) -> None:
+    def _lend(self, job: Job) -> None:
+        if not job.route.mates or job.flow is None or job.block is None or not isinstance(job.flow.pool, Slots):
+            return
+        slot = job.flow.pool.number(job.block)
+        for rank in job.route.mates:
+            self._tell(rank, job.unit.number, slot, HERE if job.good else SPOILT)
+
+    def _arrived(self, job: Job) -> None:
         with self._changed:
             self._moves += 1
             job.arrived = True
@@ -353,7 +383,7 @@ class Transfer:
             self._lost = self._lost or error
             self._changed.notify_all()
 
-    def _failed(self, job: _Job, error: Exception) -> None:
+    def _failed(self, job: Job, error: Exception) -> None:
         """Note the first failure, and tell the others that reading the rest is in vain."""
         with self._changed:
             job.good = False

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
-from ckpt.errors import from_wire
+from ckpt.errors import from_wire, to_wire
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -43,6 +43,10 @@ class Outcome(msgspec.Struct, array_like=True):
     """that cause"""
     spoilt: dict[str, Any] | None = None
     """what is wrong with a unit that came from another rank"""
+
+    def spoils(self, error: Exception) -> None:
+        """Note what is wrong with a unit that came, unless that is known of another."""
+        self.spoilt = self.spoilt or to_wire(error)
 
 
 def settle(outcomes: Sequence[Outcome]) -> None:

@@ -10,21 +10,25 @@ from ckpt.errors import CkptError, to_wire
 from ckpt.plan.read_plan import Places, plan_alone, plan_together, runs_of_numbers
 from ckpt.runtime.broadcast import Transfer
 from ckpt.runtime.cargo import Outcome, settle
+from ckpt.runtime.collective import CollectiveTransfer
 from ckpt.runtime.fabric import fabric_of
+from ckpt.runtime.groups import agree_on_groups, wished_fabric
 from ckpt.runtime.handing import hand_index
 from ckpt.runtime.placing import Chunks
 from ckpt.runtime.reading import GAP_BYTES, check_packs
-from ckpt.runtime.reading_mode import EACH, PER_HOST, exchange_needs, span_for
+from ckpt.runtime.reading_mode import DISK_TYPES, EACH, PER_HOST, exchange_needs, file_system_of, span_for
+from ckpt.runtime.sharing import Sharing, share
 from ckpt.store.metered import Metered
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from ckpt.plan.load_plan import ChunkRead
     from ckpt.plan.read_plan import Unit
     from ckpt.repo.repository import Index
     from ckpt.runtime.comm import Comm
     from ckpt.runtime.fabric import Fabric
+    from ckpt.runtime.groups import Groups
     from ckpt.runtime.pieces import Piece
     from ckpt.store.base import Store
 
@@ -38,6 +42,9 @@ class Restore:
         read: ``once``, ``once per host`` or ``each``, the same on all ranks.
         budget: bytes of host memory, the same on all ranks.
         hosts: name of each rank's host.
+
+    Raises:
+        ConfigError: ``CKPT_FABRIC`` is none of its words.
     """
 
     def __init__(self, comm: Comm, store: Store, read: str, budget: int, hosts: Sequence[str]) -> None:
@@ -45,10 +52,14 @@ class Restore:
         self.store = Metered(store)
         self.span = span_for(read, budget)
         self.received = self.chunk_bytes = 0
+        self._wish = wished_fabric()
+        self._direct = store.url.startswith("/") and file_system_of(store.url) in DISK_TYPES
         self._fabric: Fabric | None = None
+        self._sharing: Sharing | None = None
+        self._groups: Groups | None = None
         self._places: Places | None = None
         self._units: dict[str, list[Unit]] = {}
-        self._reads: dict[str, Sequence[ChunkRead]] = {}
+        self._reads: Mapping[str, Sequence[ChunkRead]] = {}
 
     def open(self, step: int) -> Store:
         """Return the store to read the index and the objects of ``step`` from.
@@ -61,17 +72,21 @@ class Restore:
         self._fabric = fabric_of(self.comm)
         return hand_index(self.comm, self._fabric, self.store, step, self.hosts)
 
-    def plan(self, index: Index, reads: dict[str, Sequence[ChunkRead]]) -> None:
+    def plan(self, index: Index, reads: Mapping[str, Sequence[ChunkRead]], targets: Sequence[Piece]) -> None:
         """Agree on who reads what, and see that all packs are there.
 
         Args:
             index: of the checkpoint, whole.
             reads: stage -> what this rank needs in it; the same stages on all ranks.
+            targets: this rank's pieces.
 
         Raises:
+            ConfigError: ``CKPT_FABRIC`` asks for what cannot be.
             MissingChunk: a pack is absent or has another size.
         """
         places = self._places = Places(index.specs, index.parts)
+        if self.read != EACH:
+            self._sharing = share(self.comm, self.hosts, span=self.span, budget=self.budget)
         self._reads = reads
         for stage, wanted in reads.items():
             runs = runs_of_numbers(places.number(read.entry) for read in wanted if read.entry.nbytes)
@@ -83,6 +98,9 @@ class Restore:
                 self._units[stage] = plan_together(places.order, needs, self.hosts, span=self.span)
             else:
                 self._units[stage] = plan_alone(places.order, runs, self.comm.rank, gap=GAP_BYTES, span=self.span)
+        if self.read != EACH:
+            here = self.hosts[self.comm.rank]
+            self._groups = agree_on_groups(self.comm, self._wish, here, self._units, reads, targets)
         sizes = {pack.key: pack.nbytes for part in index.parts for pack in part.packs}
         own = [unit for units in self._units.values() for unit in units if unit.chain[0] == self.comm.rank]
         first = [places.order[number] for unit in own for number, _ in unit.items]
@@ -114,13 +132,27 @@ class Restore:
         if self._places is None:
             raise CkptError("nothing was planned")
         cargo = Chunks(self.store, self._places, self._reads[stage], targets)
-        transfer = Transfer(self.comm, self._fabric, cargo, span=self.span, budget=self.budget)
         units = self._units[stage]
-        if self.read != EACH:
-            done = transfer.run(stage, units)
+        if self.read == EACH:
+            alone = Transfer(self.comm, None, cargo, span=self.span, budget=self.budget, direct=self._direct)
+            self.comm.run(stage, lambda: alone.run_alone(stage, units))
+            done = alone.outcome
+        else:
+            done = self._transfer(cargo).run(stage, units)
             told = self.comm.gather(stage, lambda: msgspec.msgpack.encode(done))
             settle([msgspec.msgpack.decode(data, type=Outcome) for data in told])
-        else:
-            self.comm.run(stage, lambda: transfer.run_alone(stage, units))
-        self.received += transfer.outcome.received
-        self.chunk_bytes += transfer.outcome.read
+        self.received += done.received
+        self.chunk_bytes += done.read
+
+    def _transfer(self, cargo: Chunks) -> Transfer | CollectiveTransfer:
+        if self._groups is not None:
+            return CollectiveTransfer(self.comm, self._groups, cargo, span=self.span, budget=self.budget)
+        return Transfer(
+            self.comm,
+            self._fabric,
+            cargo,
+            span=self.span,
+            budget=self.budget,
+            sharing=self._sharing,
+            direct=self._direct,
+        )

@@ -81,5 +81,6 @@ def tensor_over(raw: torch.Tensor, dtype: str, shape: tuple[int, ...]) -> torch.
         raise MalformedData(f"{len(raw)} bytes for a tensor {dtype}{list(shape)}")
     if not len(raw):
         return torch.empty(shape, dtype=kind, device=raw.device)
-    aligned = raw if raw.data_ptr() % kind.itemsize == 0 else raw.clone()
+    apart = raw.data_ptr() % kind.itemsize or raw.storage_offset() % kind.itemsize  # torch asks for both
+    aligned = raw.clone() if apart else raw
     return aligned.view(kind).reshape(shape)

@@ -40,6 +40,7 @@ class AheadWriter:
         self._block: Block | None = None
         self._start = self._end = 0  # what is filled of the block
         self._position = position  # where the next byte goes in the file
+        self._patience = PATIENCE_SECONDS
         self._queue: queue.Queue[tuple[Block, int, int] | None] = queue.Queue()
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
@@ -74,13 +75,14 @@ class AheadWriter:
     def _take(self) -> bool:
         """Get a block; False if there is none to wait for, and everything before is in the file."""
         while True:
-            block = self._blocks.take(PATIENCE_SECONDS)
+            block = self._blocks.take(self._patience)
             if block is not None:
-                self._block = block
+                self._block, self._patience = block, PATIENCE_SECONDS
                 self._start = self._end = self._position % PAGE
                 return True
             self._raise()
             if not self._queue.unfinished_tasks:
+                self._patience = 0.0  # others keep the blocks: waiting anew for every write would take for ever
                 return False
 
     def _send(self) -> None:
