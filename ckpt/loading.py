@@ -65,7 +65,7 @@ def load(
 
     Args:
         engine: as in :func:`ckpt.save`; its world size, ZeRO stage and precision may differ from the saved job's.
-        root: path or ``file://`` URL of the repository; default ``CKPT_ROOT``, else ``./checkpoints``.
+        root: path or URL of the repository (docs/stores.md); default ``CKPT_ROOT``, else ``./checkpoints``.
         step: which checkpoint; default: the newest.
         extra: name -> object with ``load_state_dict`` to put the saved state into. Plain values come back in the
             report's ``extra``.

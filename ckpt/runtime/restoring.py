@@ -85,8 +85,6 @@ class Restore:
             MissingChunk: a pack is absent or has another size.
         """
         places = self._places = Places(index.specs, index.parts)
-        if self.read != EACH:
-            self._sharing = share(self.comm, self.hosts, span=self.span, budget=self.budget)
         self._reads = reads
         for stage, wanted in reads.items():
             runs = runs_of_numbers(places.number(read.entry) for read in wanted if read.entry.nbytes)
@@ -101,6 +99,8 @@ class Restore:
         if self.read != EACH:
             here = self.hosts[self.comm.rank]
             self._groups = agree_on_groups(self.comm, self._wish, here, self._units, reads, targets)
+            if self._groups is None:
+                self._sharing = share(self.comm, self.hosts, span=self.span, budget=self.budget)
         sizes = {pack.key: pack.nbytes for part in index.parts for pack in part.packs}
         own = [unit for units in self._units.values() for unit in units if unit.chain[0] == self.comm.rank]
         first = [places.order[number] for unit in own for number, _ in unit.items]

@@ -320,3 +320,64 @@ def test_at_the_end_of_the_interpreter_it_is_finished_or_reported(
     assert ("no space left on the device" in done.stderr) == (how == "full")
     assert "terminate called" not in done.stderr
     assert ("Traceback" in done.stderr) == (how == "error")
+
+
+LATE = """
+import atexit, sys, torch, ckpt
+
+model = torch.nn.Linear(3, 3)
+optimizer = torch.optim.AdamW(model.parameters())
+if sys.argv[2] == "again":
+    ckpt.async_save((model, optimizer), sys.argv[1], step=0).durable.wait(60)
+atexit.register(lambda: ckpt.async_save((model, optimizer), sys.argv[1], step=1))
+"""
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 12), reason="no thread can be started then: the save says so")
+@pytest.mark.parametrize(("how", "steps"), [("first", [1]), ("again", [0, 1])])
+def test_what_is_asked_for_at_the_end_of_the_interpreter_is_not_lost(how: str, steps: list[int], tmp_path: Path):
+    import ckpt
+
+    done = subprocess.run(
+        [sys.executable, "-c", LATE, str(tmp_path), how],
+        cwd=REPO, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.stderr == ""
+    assert ckpt.steps(tmp_path) == steps
+
+
+FORKED = """
+import multiprocessing, sys, torch, ckpt
+from ckpt.store.local import LocalStore
+from tests.harness.gates import Gate, Gated, staging_behind
+
+def make():
+    model = torch.nn.Linear(3, 3)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+torch.set_num_threads(1)
+gate = Gate()
+with staging_behind(gate):
+    handle = ckpt.async_save(make(), LocalStore(sys.argv[1]), step=1)
+    gate.await_visitor()
+    worker = multiprocessing.get_context("fork").Process(target=lambda: make()[1].step())
+    worker.start()
+    worker.join(60)
+    code = worker.exitcode
+    worker.kill()
+    gate.open()
+    handle.durable.wait(60)
+sys.exit(code)
+"""
+
+
+def test_a_forked_child_does_not_wait_for_its_parents_save(tmp_path: Path):
+    """Neither in an optimizer step nor at its end: the thread that saves is not there."""
+    import ckpt
+
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", FORKED, str(tmp_path)],
+        cwd=REPO, capture_output=True, text=True, timeout=150, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    assert ckpt.steps(tmp_path) == [1]

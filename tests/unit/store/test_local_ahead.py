@@ -10,12 +10,13 @@ import pytest
 from ckpt.store.base import WatchedWriter
 from ckpt.store.blocks import Blocks
 from ckpt.store.local import LocalStore
-from ckpt.store.local_ahead import AheadWriter
+from ckpt.store.local_ahead import PATIENCE_SECONDS, AheadWriter
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from ckpt.store.base import Buffer
+    from ckpt.store.blocks import Block
 
 BLOCK = 1 << 20
 
@@ -82,6 +83,32 @@ def test_two_writers_that_share_two_blocks_both_come_to_their_end():
         writer.__exit__(None, None, None)
     assert bytes(below[0].parts) == b"x" * 10 + b"y" * (2 * BLOCK)
     assert bytes(below[1].parts) == b"x" * 10 + b"z" * (2 * BLOCK)
+
+
+def test_a_writer_that_gets_no_block_waits_once_and_takes_the_next_that_is_free():
+    """All blocks are kept by others that write nothing more: packs that are full, up to their headers."""
+    waits: list[float | None] = []
+
+    class Counted(Blocks):
+        def take(self, timeout: float | None = None) -> Block | None:
+            waits.append(timeout)
+            return super().take(timeout)
+
+    blocks = Counted(2 * BLOCK, BLOCK)
+    below = [Stuck(), Stuck(), Stuck()]
+    writers = [AheadWriter(one, blocks, 0) for one in below]
+    for writer, one in zip(writers, below, strict=True):
+        one.go.set()
+        writer.write(b"x")
+    for _ in range(20):
+        writers[2].write(b"y")
+    assert waits == [PATIENCE_SECONDS] * 3 + [0.0] * 20
+    writers[0].finish()
+    writers[2].write(b"z")
+    assert blocks.in_use == 2 * BLOCK
+    for writer in writers[1:]:
+        writer.finish()
+    assert bytes(below[2].parts) == b"x" + b"y" * 20 + b"z"
     assert blocks.in_use == 0
 
 
