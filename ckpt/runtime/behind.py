@@ -34,6 +34,8 @@ log = logging.getLogger("ckpt")
 
 LOOK_SECONDS = 0.5
 """How often an optimizer step that waits looks whether the snapshot is still growing."""
+TELL_SECONDS = 10.0
+"""How long a call waits for the save before it until it says so: a store that hangs is not to be hung on in silence."""
 
 
 class _Flight:
@@ -78,8 +80,10 @@ def in_flight() -> SaveHandle | None:
 
 def wait_for_last() -> None:
     """Wait until the last asynchronous save has ended, well or badly."""
-    if _last.handle is not None:
-        _last.handle.durable.settled()
+    handle = _last.handle
+    if handle is not None and not handle.durable.settled(TELL_SECONDS):
+        log.warning("training waits for the asynchronous save before, which is not durable yet: %r", handle)
+        handle.durable.settled()
 
 
 def meeting(comm: Comm) -> None:

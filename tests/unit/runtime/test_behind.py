@@ -222,6 +222,17 @@ def test_a_failure_is_logged_and_the_step_goes_on(caplog: pytest.LogCaptureFixtu
         handle.durable.wait()
 
 
+def test_a_call_that_waits_long_for_the_save_before_says_so(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(behind, "TELL_SECONDS", 0.01)
+    save = Save()
+    save.stage.open()
+    save.finish.await_visitor()
+    with mock.patch.object(behind.log, "warning", side_effect=lambda *_: save.finish.open()) as said:
+        behind.wait_for_last()
+    assert save.handle.durable.done()
+    assert "the asynchronous save before, which is not durable yet" in said.call_args.args[0]
+
+
 def test_the_thread_has_a_name_and_keeps_no_gradients():
     seen: list[Any] = []
     handle = SaveHandle(12)
@@ -367,7 +378,7 @@ with staging_behind(gate):
     worker.kill()
     gate.open()
     handle.durable.wait(60)
-sys.exit(code)
+sys.exit(0 if code == 0 else f"the child has not ended well: {code}")
 """
 
 
