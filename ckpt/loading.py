@@ -58,7 +58,7 @@ def load(
     cast: bool = False,
     timeout: float | None = None,
     read: str = AUTO,
-    budget: int = DEFAULT_BUDGET,
+    budget: int | None = None,
     io_limit: float | None = None,
 ) -> LoadReport:
     """Load a checkpoint into ``engine``, in place, whatever layout saved it. Collective: every rank must call it.
@@ -77,7 +77,7 @@ def load(
         read: ``once``: each chunk is read from the store by one rank, and ranks hand it on to those that need it.
             ``each``: every rank reads what it needs. ``auto``: once from a store behind a network, once for each host
             from the hosts' own disks, each for itself from memory (tmpfs).
-        budget: bytes of host memory that the load may use on each rank beside the live state.
+        budget: bytes of host memory that the load may use on each rank beside the live state (default 256 MiB).
         io_limit: most bytes per second that this rank may read from the store.
 
     Raises:
@@ -99,7 +99,7 @@ def load(
     comm = communicator()
     with comm.joint("load", timeout):
         one = _Load(comm, watch, engine, default_root(root), step, extra, strict, cast)
-        one.agree(fallback, read, budget, io_limit)
+        one.agree(fallback, read, DEFAULT_BUDGET if budget is None else budget, io_limit)
         skipped: list[str] = []
         for candidate in one.candidates(fallback):
             try:

@@ -100,7 +100,7 @@ class Preemption:
         self._prefix = f"preemption/{number}"
         self._signal: int | None = None
         self._count = self._seen = 0
-        self._over = self._by_hand = False
+        self._over = self._closed = self._by_hand = False
         self._previous: dict[int, Any] = {}
         self._undo: list[Callable[[], None]] = []
         try:
@@ -136,14 +136,13 @@ class Preemption:
         """Stop watching and put back the handlers that were there."""
         if self.requested and not self._over and self._undo:
             log.warning("preemption was asked for, but training has ended before the ranks could save")
-        self._over = True
+        self._over = self._closed = True
         for undo in self._undo:
             undo()
         self._undo.clear()
         for number, previous in self._previous.items():
             if signal.getsignal(number) == self._handle:
                 signal.signal(number, signal.SIG_DFL if previous is None else previous)
-        self._previous.clear()
 
     def __enter__(self) -> Preemption:
         return self
@@ -156,7 +155,7 @@ class Preemption:
     def _install(self, signals: tuple[int, ...]) -> None:
         if signals and threading.current_thread() is not threading.main_thread():
             raise ConfigError("on_preemption outside the main thread: Python runs signal handlers in the main thread")
-        for number in signals:
+        for number in dict.fromkeys(signals):
             try:
                 previous = signal.getsignal(number)
                 signal.signal(number, self._handle)
@@ -165,6 +164,11 @@ class Preemption:
             self._previous[number] = previous
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
+        if self._closed:  # another one, made later and closed later, has put this handler back
+            previous = self._previous.get(signum)
+            signal.signal(signum, signal.SIG_DFL if previous is None else previous)
+            signal.raise_signal(signum)
+            return
         # Nothing else: it may have come in the middle of anything. What comes later is the same preemption.
         self.request(signum)
 
@@ -255,13 +259,34 @@ class Preemption:
             held = found
 
 
+def _asked(function: Callable[[], Any]) -> Any:
+    """Return what a function of the user says. What it raises is raised by the save, on all ranks alike."""
+    try:
+        return function()
+    except Exception as error:
+        return {"asked": _Failed(error)}
+
+
+class _Failed:
+    """An extra that cannot be had."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def state_dict(self) -> Any:
+        raise self._error
+
+    def load_state_dict(self, state: Any) -> None:
+        """Do nothing: it is never saved."""
+
+
 def _save(engine: object, root: Root | None, options: dict[str, Any]) -> tuple[SaveReport | None, CkptError | None]:
     """Save; return the report or the error, the same on all ranks. An asynchronous save in flight is finished first."""
     wait_for_last()
     found: CkptError | None = None
     for _ in range(2):  # the first one may only have told what the asynchronous save before had failed with
         try:
-            asked = {k: v() if k in ("step", "extra") and callable(v) else v for k, v in options.items()}
+            asked = {k: _asked(v) if k in ("step", "extra") and callable(v) else v for k, v in options.items()}
             return save(engine, root, **asked), None
         except CheckpointExists as error:  # by a save that the loop itself has just made
             log.info("nothing to save before the preemption: %s", error)

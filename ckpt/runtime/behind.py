@@ -117,7 +117,8 @@ def raise_unheard(told: Iterable[bytes]) -> None:
     wire = next(filter(None, told), b"")
     if wire:
         wait_for_last()  # what has failed there is about to fail here
-    own = _last.handle.durable.peek() if _last.handle is not None else None
+    last = _last.handle
+    own = last.durable.peek() if last is not None else None
     if own is not None:
         _last.handle = None
     comm = _last.others()
@@ -126,7 +127,15 @@ def raise_unheard(told: Iterable[bytes]) -> None:
     if wire:
         # The rank's own error has the cause and its traceback; one that did not take part in that save has none.
         theirs = from_wire(msgspec.json.decode(wire))
-        raise own if type(own) is type(theirs) and str(own) == str(theirs) else theirs
+        error = own if type(own) is type(theirs) and str(own) == str(theirs) else theirs
+        which = f" of step {last.step}" if last is not None else ""
+        said = (
+            f"this is how the asynchronous save{which} has ended; the call that raises it was not begun: call it again"
+        )
+        if hasattr(error, "add_note"):  # from Python 3.11 on
+            error.add_note(said)
+        log.error("%s", said)
+        raise error
 
 
 def launch(

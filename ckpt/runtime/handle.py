@@ -134,6 +134,7 @@ class SaveHandle:
         What was written is removed. ``durable`` fails with :class:`ckpt.SaveCancelled` if all ranks have cancelled,
         else with a :class:`ckpt.RankFailure` that names those that have.
         """
+        self.durable.retrieved = True  # whoever cancels need not be told of it by the next save
         return self.end("cancelled")
 
     # -- for the thread that saves, and the hook ------------------------------------------------------------------

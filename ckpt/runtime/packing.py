@@ -167,10 +167,17 @@ class Packer:
             self._places[output.identity] = place
         return place
 
-    def add_late(self, outputs: Sequence[Output]) -> list[Place]:
-        """Store outputs that were not announced, in a pack of their own if they are new at all."""
+    def add_late(self, outputs: Sequence[Output], beat: Callable[[], None]) -> list[Place]:
+        """Store outputs that were not announced, in a pack of their own if they are new at all.
+
+        ``beat``: called before each.
+        """
         self.announce([o.item for o in outputs if o.identity not in self._places])
-        return [self.add(output) for output in outputs]
+        places = []
+        for output in outputs:
+            beat()
+            places.append(self.add(output))
+        return places
 
     def finish(self) -> list[PackRef]:
         """Write all headers and make all packs durable. Returns the packs that were made."""

@@ -250,7 +250,7 @@ class SaveJob:
             (item, ranks, group, [packer.add(output) for output in group])
             for (item, ranks), group in zip(objects, blobs, strict=True)
         ]
-        content = Content(outputs, packer.add_late(outputs), entries, stored)
+        content = Content(outputs, packer.add_late(outputs, self.comm.beat), entries, stored)
         wrong = [i for i, cast in mine.casts.items() if cast != mine.held[i]]
         shown = list(map(str, underived(plan, rank, pieces, wrong)))
         self._look_twice(plan, mine)

@@ -13,6 +13,7 @@ import torch
 import ckpt
 from ckpt.errors import CkptError
 from ckpt.runtime.comm import Comm
+from ckpt.runtime.packing import Packer
 from ckpt.store import local, local_writer
 from tests.e2e.job_cases import fingerprint
 from tests.harness.models import make_engine, train
@@ -186,18 +187,13 @@ def slow_peer(rank: int, world: int, *, root: str) -> dict[str, Any]:
     job = make_engine(**ENGINE)
     train(job, 1)
     if rank == 1:
-        real = os.pwritev
+        real = Packer._write
 
-        class Slow:
-            def __getattr__(self, name: str) -> Any:
-                return getattr(os, name)
+        def slowly(self: Packer, *output: Any) -> Any:
+            time.sleep(0.06)
+            return real(self, *output)
 
-            @staticmethod
-            def pwritev(fd: int, data: Any, at: int) -> int:
-                time.sleep(0.06)
-                return real(fd, data, at)
-
-        local_writer.os = Slow()  # type: ignore[attr-defined,assignment]
+        Packer._write = slowly  # type: ignore[method-assign]
     return _attempt(lambda: ckpt.save(job, root, timeout=2))
 
 

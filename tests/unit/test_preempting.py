@@ -404,3 +404,39 @@ def test_an_adapter_with_a_module_has_one():
     optimizer.step()
     made.the_module(torch.ones(1))
     assert watch.saved is not None
+
+
+def test_of_two_that_are_closed_in_the_order_they_were_made_none_swallows_signals():
+    """The second one puts the first one's handler back, which has long been closed."""
+    heard: list[int] = []
+    before = signal.signal(signal.SIGUSR1, lambda number, _: heard.append(number))
+    try:
+        (made,) = job(1)
+        options: dict[str, Any] = {"signals": (signal.SIGUSR1, signal.SIGUSR1), "then": "continue"}
+        first = ckpt.on_preemption(made, MemoryStore(), **options)
+        second = ckpt.on_preemption(made, MemoryStore(), **options)
+        first.close()
+        second.close()
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert heard == [signal.SIGUSR1]
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert heard == [signal.SIGUSR1] * 2
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_a_function_of_the_user_that_raises_fails_the_save_on_all_ranks():
+    calls: list[int] = []
+
+    def extra() -> dict[str, Any]:
+        calls.append(1)
+        if len(calls) % 2:  # one of the two ranks in each try
+            raise ValueError("no cursor")
+        return {}
+
+    store = MemoryStore()
+    watches = loop(2, store, {0: 2}, extra=extra, timeout=20)
+    for one in watches:
+        assert isinstance(one.error, RankFailure)
+        assert "ValueError: no cursor" in str(one.error)
+    assert Repository(store).steps() == []
