@@ -168,11 +168,13 @@ class Packer:
         return place
 
     def add_late(self, outputs: Sequence[Output], beat: Callable[[], None]) -> list[Place]:
-        """Store outputs that were not announced, in a pack of their own if they are new at all.
+        """Store what was not stored yet: in the last pack if it was announced for that, else in a pack of its own.
 
         ``beat``: called before each.
         """
-        self.announce([o.item for o in outputs if o.identity not in self._places])
+        new = [o.item for o in outputs if o.identity not in self._places]
+        if not {item.name for item in new} <= {item.name for item in self._coming}:
+            self.announce(new)
         places = []
         for output in outputs:
             beat()

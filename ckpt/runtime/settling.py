@@ -19,7 +19,7 @@ from ckpt.errors import MalformedData
 from ckpt.format.digest import SIZE, from_raw
 from ckpt.format.manifest import DERIVED, ChunkEntry
 from ckpt.layout.spec import BUFFER
-from ckpt.runtime.stage import chunk_output, read_again
+from ckpt.runtime.stage import chunk_output, own_name, read_again
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -176,7 +176,8 @@ def outputs_of(
         spec_id, pack, box = plan.spec_ids[chunk.spec], DERIVED if derived else 0, chunk.box
         entries.append(ChunkEntry(spec_id, box.offsets, box.sizes, from_raw(value), pack, 0, chunk.nbytes, ranks))
         if not derived:
-            name = chunk.name if not ranks else f"{chunk.name}#rank{rank}"
+            # The planned owner may have stored a copy under the chunk's name before it lost the vote.
+            name = chunk.name if not ranks and plan.owners[i] == rank else own_name(chunk, rank)
             view = pieces.view(chunk.spec, chunk.box)
             outputs.append(chunk_output(chunk, name, from_raw(value), partial(read_again, view, value, behind=behind)))
     return outputs, entries

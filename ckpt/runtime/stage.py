@@ -7,12 +7,14 @@ afterwards. What can be known at once is not stored: params that are the cast of
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 from ckpt.errors import IntegrityError
 from ckpt.format.digest import from_raw, raw_digest
 from ckpt.format.pack import PackItem, plan_packs
+from ckpt.layout.spec import BUFFER
 from ckpt.runtime.digesting import Digests, views
 from ckpt.runtime.packing import Output, Packer
 from ckpt.runtime.staging import tensor_bytes
@@ -45,10 +47,14 @@ def stage_chunks(
     ``behind``: training goes on meanwhile, so what is stored is copied before it is digested.
     """
     held = plan.held(rank)
-    owned = [i for i in held if plan.owners[i] == rank]
+    owned = [i for i in held if plan.owners[i] == rank and not _differs_by_right(plan.chunks[i])]
     items = [_item(plan.chunks[i]) for i in owned] + [one.item for one in objects]
-    for keys in plan_packs(items):
-        packer.announce([items[k] for k in keys])
+    # Buffers of several ranks come last, when it is known whose copies are kept, into the last pack: under either name.
+    late = [plan.chunks[i] for i in held if _differs_by_right(plan.chunks[i])]
+    coming = [replace(_item(chunk), name=name) for chunk in late for name in (chunk.name, own_name(chunk, rank))]
+    packs = plan_packs(items) or [[]]
+    for n, keys in enumerate(packs, 1):
+        packer.announce([items[k] for k in keys] + (coming if n == len(packs) else []))
         own = [owned[k] for k in keys if k < len(owned)]
         for i, data, cast in views(plan, own, rank, pieces, behind=behind, keep=True):
             chunk = plan.chunks[i]
@@ -64,10 +70,20 @@ def stage_chunks(
         for k in keys:
             if k >= len(owned):
                 packer.add(objects[k - len(owned)])
-    theirs = [i for i in held if plan.owners[i] != rank]
+    stored = set(owned)
+    theirs = [i for i in held if i not in stored]
     for i, data, _ in views(plan, theirs, rank, pieces, behind=behind):
         mine.held[i] = mine.of(data)
         beat(plan.chunks[i].nbytes)
+
+
+def _differs_by_right(chunk: Chunk) -> bool:
+    return chunk.spec.role == BUFFER and len(chunk.ranks) > 1
+
+
+def own_name(chunk: Chunk, rank: int) -> str:
+    """Return the name in a pack of a rank's own copy of a chunk, where another rank was to store it, or has another."""
+    return f"{chunk.name}#rank{rank}"
 
 
 def _reader(pieces: PieceTable, chunk: Chunk, value: bytes, *, behind: bool) -> Callable[[], Buffer]:
