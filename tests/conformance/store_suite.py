@@ -101,7 +101,7 @@ class StoreSuite:
             thread.join()
         winners = [o for o in outcomes if isinstance(o, int)]
         assert len(outcomes) == 8
-        assert len(winners) == 1
+        assert len(winners) == 1, outcomes
         assert self.raw(store, "race/commit") == b"%d" % winners[0] * 1000
         assert [info.key for info in store.walk("")] == ["race/commit"]
 
