@@ -34,6 +34,7 @@ from ckpt.runtime.snapshot import changed
 from ckpt.runtime.stage import stage_chunks
 from ckpt.runtime.staging import tensor_bytes
 from ckpt.runtime.writing import Content, Done, Parent, divergences_of, remember, write_part
+from ckpt.store.blocks import Part
 
 if TYPE_CHECKING:
     from ckpt.format.manifest import Divergence
@@ -52,6 +53,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("ckpt")
 
 POLICIES = ("warn", "error", "keep-all")
+ENOUGH_BYTES = 64 << 20
+"""What a save in the foreground holds at most of its budget."""
 SHOWN = 8
 """Findings, or names of a rank, that a message lists."""
 
@@ -176,7 +179,9 @@ class SaveJob:
         def pack_key(number: int) -> str:
             return attempt.key(f"{key}-{number:03d}.safetensors")
 
-        return Packer(self.store, blocks_of(self.ways.budget), pack_key, on_part)
+        blocks = blocks_of(self.ways.budget)
+        # Who waits for the end anyway gains nothing from more on the way than keeps the store busy.
+        return Packer(self.store, blocks if self.snapshot.behind else Part(blocks, ENOUGH_BYTES), pack_key, on_part)
 
     def _write(
         self, attempt: Attempt, job: JobPlan, packer: Packer, hellos: list[Hello]

@@ -83,6 +83,48 @@ class Blocks:
             self._changed.notify()
 
 
+class Part(Blocks):
+    """No more than a part of another pool's blocks at a time: for a user that gains nothing from having more.
+
+    Args:
+        blocks: the pool.
+        budget: bytes of its blocks that may be taken here at a time; at least two, and no more than the pool has.
+    """
+
+    def __init__(self, blocks: Blocks, budget: int) -> None:
+        super().__init__(min(max(budget, 2 * blocks.size), blocks.budget), blocks.size)
+        self._whole = blocks
+        self._taken = 0
+
+    @property
+    def in_use(self) -> int:
+        """Bytes of the blocks that are taken here now."""
+        with self._changed:
+            return self._taken * self.size
+
+    def take(self, timeout: float | None = None) -> Block | None:
+        """See :meth:`Blocks.take`."""
+        most = self.budget // self.size
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._taken < most, timeout):
+                return None
+            self._taken += 1
+        block = self._whole.take(timeout)
+        if block is None:
+            self._returned()
+        return block
+
+    def give(self, block: Block) -> None:
+        """See :meth:`Blocks.give`."""
+        self._whole.give(block)
+        self._returned()
+
+    def _returned(self) -> None:
+        with self._changed:
+            self._taken -= 1
+            self._changed.notify()
+
+
 def _new_block(size: int) -> Block:
     """Return anonymous memory of its own, which goes back to the system with the last view of it."""
     if size < _HUGE or not hasattr(mmap, "MADV_HUGEPAGE"):

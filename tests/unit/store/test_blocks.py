@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from ckpt.errors import BudgetTooSmall
-from ckpt.store.blocks import BLOCK_BYTES, Blocks
+from ckpt.store.blocks import BLOCK_BYTES, PAGE, Blocks, Part
 
 
 @pytest.mark.parametrize("size", [4096, 1 << 20, BLOCK_BYTES, 5 << 20])
@@ -61,3 +61,27 @@ def test_memory_that_cannot_be_had_is_not_counted(monkeypatch):
 def test_a_pool_of_one_block_is_refused():
     with pytest.raises(BudgetTooSmall, match="a memory budget of 8191 bytes, at least 8192 are needed"):
         Blocks(8191, 4096)
+
+
+def test_a_part_gives_no_more_than_its_share_and_gives_back_to_the_whole():
+    whole = Blocks(4 * PAGE, PAGE)
+    part = Part(whole, 2 * PAGE)
+    taken = [part.take(0), part.take(0)]
+    assert part.take(0.01) is None
+    assert (part.in_use, whole.in_use) == (2 * PAGE, 2 * PAGE)
+    part.give(taken.pop())
+    again = part.take(0)
+    assert again is not None
+    for block in (*taken, again):
+        part.give(block)
+    assert (part.in_use, whole.in_use) == (0, 0)
+
+
+def test_a_part_waits_for_the_whole_as_well():
+    whole = Blocks(2 * PAGE, PAGE)
+    part = Part(whole, 2 * PAGE)
+    other = [whole.take(0), whole.take(0)]
+    assert part.take(0.01) is None
+    assert part.in_use == 0
+    whole.give(other.pop())
+    assert part.take(0) is not None
