@@ -72,6 +72,9 @@ def test_the_table_of_exit_codes():
         "RankFailure": 9,
         "NoSuchCheckpoint": 10,
         "FormatError": 12,
+        # Of a live job only; no command raises them.
+        "SaveInFlight": 1,
+        "SaveCancelled": 1,
     }
     for cls in tree():
         assert cls.__name__ in errors.__doc__, "the drawing is complete"
