@@ -44,9 +44,16 @@ def fail_on_one(rank: int, world: int) -> str:
 
 
 def kill_one(rank: int, world: int) -> str:
-    """Rank 1 is gone without a word."""
+    """Rank 1 is gone without a word, once rank 0 is here: one that is still meeting the others would fail to."""
+    import torch.distributed as dist
+
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"here {rank}", "1")
+    store.wait(["here 0", "here 1"])
     if rank == 1:
+        store.set("going", "1")
         os.kill(os.getpid(), signal.SIGKILL)
+    store.wait(["going"])
     return "survived"
 
 
