@@ -63,7 +63,7 @@ class SaveReport:
     underived: tuple[str, ...] = ()
     """a few of them, in words"""
     phases: dict[str, float] = field(default_factory=dict)
-    """seconds of this rank by phase: describe, plan, digest, write, commit"""
+    """seconds of this rank by phase: describe, plan, stage (of which: digest), settle, write, commit"""
 
     def __str__(self) -> str:
         more = f", {size(self.bytes_reused)} unchanged" if self.bytes_reused else ""

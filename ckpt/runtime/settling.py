@@ -178,6 +178,6 @@ def outputs_of(
         if not derived:
             # The planned owner may have stored a copy under the chunk's name before it lost the vote.
             name = chunk.name if not ranks and plan.owners[i] == rank else own_name(chunk, rank)
-            view = pieces.view(chunk.spec, chunk.box)
-            outputs.append(chunk_output(chunk, name, from_raw(value), partial(read_again, view, value, behind=behind)))
+            read = partial(read_again, pieces, chunk, value, behind=behind)
+            outputs.append(chunk_output(chunk, name, from_raw(value), read))
     return outputs, entries

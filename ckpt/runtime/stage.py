@@ -11,18 +11,16 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from ckpt.errors import IntegrityError
 from ckpt.format.digest import from_raw, raw_digest
 from ckpt.format.pack import PackItem, plan_packs
 from ckpt.layout.spec import BUFFER
 from ckpt.runtime.digesting import Digests, views
 from ckpt.runtime.packing import Output, Packer
+from ckpt.runtime.snapshot import changed
 from ckpt.runtime.staging import tensor_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-
-    import torch
 
     from ckpt.plan.local_plan import Chunk
     from ckpt.plan.save_plan import SavePlan
@@ -59,7 +57,8 @@ def stage_chunks(
         for i, data, cast in views(plan, own, rank, pieces, behind=behind, keep=True):
             chunk = plan.chunks[i]
             mine.held[i] = value = mine.of(data)
-            output = chunk_output(chunk, chunk.name, from_raw(value), _reader(pieces, chunk, value, behind=behind))
+            read = partial(read_again, pieces, chunk, value, behind=behind)
+            output = chunk_output(chunk, chunk.name, from_raw(value), read)
             if cast is None:
                 packer.add(output, data)
             else:
@@ -86,21 +85,17 @@ def own_name(chunk: Chunk, rank: int) -> str:
     return f"{chunk.name}#rank{rank}"
 
 
-def _reader(pieces: PieceTable, chunk: Chunk, value: bytes, *, behind: bool) -> Callable[[], Buffer]:
-    return partial(read_again, pieces.view(chunk.spec, chunk.box), value, behind=behind)
-
-
-def read_again(view: torch.Tensor, value: bytes, *, behind: bool) -> Buffer:
-    """Return the bytes of live memory that was digested before.
+def read_again(pieces: PieceTable, chunk: Chunk, value: bytes, *, behind: bool) -> Buffer:
+    """Return the bytes of a chunk that was digested before; ``value``: its digest.
 
     Raises:
         IntegrityError: with ``behind``, that they are not the same any more.
     """
-    data = tensor_bytes(view)
+    data = tensor_bytes(pieces.view(chunk.spec, chunk.box))
     if behind:
         data = memoryview(bytes(data))
         if raw_digest(data) != value:
-            raise IntegrityError("live memory was written into before its snapshot was staged")
+            raise changed(f"{chunk.spec} chunk {chunk.box}")
     return data
 
 

@@ -15,9 +15,8 @@ from ckpt.cli.main import cli
 from ckpt.repo.gc import UPLOAD, collect
 from ckpt.repo.repository import Repository
 from ckpt.repo.verify import verify
-from ckpt.store.local import LocalStore
 from ckpt.store.open import open_store
-from tests.harness.steps import write_step
+from tests.harness.steps import three_steps, write_step
 from tests.property.fake import engines, load_all, save_all, small_model, zero1
 
 if TYPE_CHECKING:
@@ -31,11 +30,7 @@ pytestmark = pytest.mark.usefixtures("s3_environment")
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
     """Steps 1, 2 and 10; the later ones refer to step 1's pack."""
-    store = LocalStore(str(tmp_path / "src"))
-    write_step(store, 1, age=7000)
-    for step in (2, 10):
-        write_step(store, step, parent=1)
-    return tmp_path / "src"
+    return three_steps(tmp_path / "src")
 
 
 @pytest.fixture(params=["weed", "moto"])

@@ -13,8 +13,11 @@ from ckpt.format.digest import digest
 from ckpt.format.manifest import VERSION, BlobEntry, ChunkEntry, CommitBody, IndexPart, IndexRoot, ObjectEntry, PackRef
 from ckpt.format.pack import PackItem, lay_out
 from ckpt.repo.repository import Repository, attempt_marker, attempt_prefix
+from ckpt.store.local import LocalStore
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from ckpt.store.base import Store
 
 SPECS = (
@@ -131,3 +134,12 @@ def write_step(
             overwrite=overwrite,
         )  # fmt: skip
     return prefix
+
+
+def three_steps(root: Path) -> Path:
+    """Write steps 1, 2 and 10, the later ones referring to step 1's pack; return ``root``."""
+    store = LocalStore(str(root))
+    write_step(store, 1, age=7000)
+    for step in (2, 10):
+        write_step(store, step, parent=1)
+    return root

@@ -15,7 +15,7 @@ from ckpt.cli.main import cli
 from ckpt.repo.repository import Repository, commit_key
 from ckpt.repo.verify import verify
 from ckpt.store.local import LocalStore
-from tests.harness.steps import write_step
+from tests.harness.steps import three_steps, write_step
 
 REPO = Path(__file__).resolve().parents[2]
 
@@ -23,11 +23,7 @@ REPO = Path(__file__).resolve().parents[2]
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
     """Steps 1, 2 and 10; the later ones refer to step 1's pack."""
-    store = LocalStore(str(tmp_path / "src"))
-    write_step(store, 1, age=7000)
-    for step in (2, 10):
-        write_step(store, step, parent=1)
-    return tmp_path / "src"
+    return three_steps(tmp_path / "src")
 
 
 def run(*arguments: str | Path, code: int = 0) -> str:

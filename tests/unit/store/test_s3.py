@@ -17,23 +17,11 @@ from ckpt.store.open import open_store
 from ckpt.store.s3 import S3Store
 from tests.harness.faultproxy import FaultProxy
 from tests.harness.servers import SECRET
+from tests.unit.store.places import at
 
 pytestmark = pytest.mark.usefixtures("s3_environment")
 ALWAYS = 10**9
 DATA = bytes(range(256)) * 40
-
-
-def at(server, endpoint: str = "", **options: object) -> S3Store:
-    """A store on an empty place of ``server``, reached by ``endpoint``."""
-    bucket, prefix = server.place()
-    more = "".join(f"&{name}={value}" for name, value in options.items())
-    return S3Store.from_url(f"s3://{bucket}/{prefix}?endpoint={endpoint or server.url}{more}")
-
-
-@pytest.fixture
-def proxy(weed):
-    with FaultProxy(weed.port) as one:
-        yield one
 
 
 def every_operation(store):

@@ -8,10 +8,9 @@ from hypothesis import strategies as st
 
 from ckpt.errors import AccessDenied, StoreError, StoreUnavailable
 from ckpt.store.blocks import Blocks
-from ckpt.store.s3 import S3Store
 from ckpt.store.s3_options import MAX_OBJECT, MAX_PART, MAX_PARTS, MIN_PART
 from ckpt.store.s3_writer import first_part_bytes, part_bytes_of
-from tests.harness.faultproxy import FaultProxy
+from tests.unit.store.places import at
 
 pytestmark = pytest.mark.usefixtures("s3_environment")
 MIB = 1 << 20
@@ -20,18 +19,6 @@ BODY = b"".join(bytes([n]) * 997 + bytes(range(256)) * 4096 for n in range(22)) 
 PART = r"^PUT .*partNumber={}\b"
 COMPLETE = r"^POST .*uploadId="
 BEGIN = r"^POST .*\?uploads"
-
-
-def at(server, endpoint: str = "", **options: object) -> S3Store:
-    bucket, prefix = server.place()
-    more = "".join(f"&{name}={value}" for name, value in options.items())
-    return S3Store.from_url(f"s3://{bucket}/{prefix}?endpoint={endpoint or server.url}{more}")
-
-
-@pytest.fixture
-def proxy(weed):
-    with FaultProxy(weed.port) as one:
-        yield one
 
 
 def write(store, head: bytes = b"head", size: int = len(BODY), body: bytes = BODY, **more: object) -> None:
