@@ -25,11 +25,12 @@ LEVEL = {
     "layout": 1, "report": 1,
     "store": 2, "format": 2, "analysis": 2,
     "repo": 3, "plan": 3, "describe": 3,
-    "runtime": 4, "gradlog": 4, "engine": 4, "convert": 4,
-    "saving": 5, "loading": 5, "auditing": 5, "analyzing": 5, "checkpointer": 5,
-    "preempting": 6,
-    "cli": 7,
-    "__main__": 8, "__init__": 8,
+    "runtime": 4, "gradlog": 4, "engine": 4,
+    "convert": 5,  # reads, packs and commits as a save does
+    "saving": 6, "loading": 6, "auditing": 6, "analyzing": 6, "checkpointer": 6,
+    "preempting": 7,
+    "cli": 8,
+    "__main__": 9, "__init__": 9,
 }  # fmt: skip
 
 # Tighter than their level: an adapter knows nothing of plans and bytes, a store nothing but keys and bytes.

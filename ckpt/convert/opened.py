@@ -1,0 +1,203 @@
+"""A checkpoint of any format, opened: what it holds by name, role and box, and where the bytes of each box lie.
+
+A foreign checkpoint becomes an index like our own, whose "packs" are the foreign files: the planner and the reader that
+load our own checkpoints then work on it unchanged, and read nothing but the ranges that are needed. What a foreign
+index lacks is digests: nothing in those files says what their bytes should be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from ckpt.errors import MalformedData
+from ckpt.format.manifest import ChunkEntry, IndexPart, PackRef
+from ckpt.layout.box import Box, boxes_of_range
+from ckpt.layout.spec import TensorSpec
+from ckpt.plan.load_plan import Catalog
+from ckpt.store.base import Store
+from ckpt.store.forward import Forward
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+CHUNK_BYTES = 4 << 20
+"""Boxes of foreign files are cut by rows into entries of at most this many bytes: the unit of reading and of memory."""
+INLINE = "inline/"
+"""Keys below it are no files: bytes that were made up while opening (a step count that stood in a Python object)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loose:
+    """A named tree of plain values and small tensors, as ``ckpt.save`` keeps it beside the tensors.
+
+    ``kind``: ``engine``, ``rng``, ``extra`` or ``value`` (:mod:`ckpt.runtime.extras`); ``ranks`` of the job that saved
+    exactly this one.
+    """
+
+    name: str
+    kind: str
+    ranks: tuple[int, ...]
+    tree: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """What a converter needs to know of a source.
+
+    ``format``: ``ckpt``, ``deepspeed``, ``universal``, ``dcp``, ``megatron``, ``safetensors`` or ``torch``. ``where``:
+    for messages. ``store``: where the keys of ``parts`` are read; thread-safe. ``engine``: kind of the engine that
+    saved it (:mod:`ckpt.engine`), empty if unknown. ``notes``: a line for each thing that was made up or left out.
+    """
+
+    format: str
+    where: str
+    store: Store
+    step: int
+    world: int
+    engine: str
+    specs: tuple[TensorSpec, ...]
+    parts: tuple[IndexPart, ...]
+    derived: tuple[str, ...] = ()
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    objects: tuple[Loose, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def catalog(self) -> Catalog:
+        """Return what it holds, by name."""
+        return Catalog(self.specs, self.parts, self.derived, self.aliases)
+
+
+class WithInline(Forward):
+    """A store that also has a few objects in memory, below :data:`INLINE`; read only there."""
+
+    def __init__(self, store: Store, inline: Mapping[str, bytes]) -> None:
+        super().__init__(store)
+        self._inline = dict(inline)
+
+    def get(self, key: str, start: int = 0, nbytes: int | None = None) -> bytes:
+        """See :class:`~ckpt.store.base.Store`."""
+        if key in self._inline:
+            return self._inline[key][start : None if nbytes is None else start + nbytes]
+        return self.inner.get(key, start, nbytes)
+
+    def read_into(self, key: str, start: int, buffer: memoryview) -> int:
+        """See :class:`~ckpt.store.base.Store`."""
+        if key in self._inline:
+            data = self._inline[key][start : start + len(buffer)]
+            buffer[: len(data)] = data
+            return len(data)
+        return self.inner.read_into(key, start, buffer)
+
+    def size(self, key: str) -> int | None:
+        """See :class:`~ckpt.store.base.Store`."""
+        return len(self._inline[key]) if key in self._inline else self.inner.size(key)
+
+
+class Builder:
+    """Collects what a foreign checkpoint holds. All names are those of the model, without a framework's prefixes.
+
+    Args:
+        format: see :class:`Opened`.
+        where: the checkpoint, for messages.
+        store: where its files are.
+    """
+
+    def __init__(self, format: str, where: str, store: Store) -> None:
+        self.format, self.where, self._store = format, where, store
+        self.step, self.world, self.engine = 0, 1, ""
+        self.derived: set[str] = set()
+        self.aliases: dict[str, str] = {}
+        self.objects: list[Loose] = []
+        self.notes: list[str] = []
+        self._specs: dict[tuple[str, str], TensorSpec] = {}
+        self._boxes: dict[tuple[str, str], dict[Box, tuple[str, int]]] = {}
+        self._inline: dict[str, bytes] = {}
+
+    def spec(self, fqn: str, role: str, dtype: str, shape: Sequence[int]) -> TensorSpec:
+        """Return the tensor of this name and role; made the first time.
+
+        Raises:
+            MalformedData: it was said to have another dtype or shape before.
+        """
+        new = TensorSpec(fqn, role, dtype, tuple(shape))
+        old = self._specs.setdefault(new.key, new)
+        if old != new:
+            raise MalformedData(f"{self.where}: {new} stands elsewhere as {old}")
+        return old
+
+    def add(self, spec: TensorSpec, box: Box, key: str, start: int) -> None:
+        """Say where a box is: its elements row by row, one behind the other, from byte ``start`` of file ``key``.
+
+        The same box again is a replica; the first one counts. A spec that has no boxes at all (an empty tensor) is
+        kept.
+        """
+        self._boxes.setdefault(spec.key, {}).setdefault(box, (key, start))
+
+    def add_range(self, spec: TensorSpec, first: int, stop: int, key: str, start: int) -> None:
+        """Say where the elements ``[first, stop)`` of the tensor, counted row by row, are: from byte ``start``."""
+        at = start
+        for box in boxes_of_range(spec.shape, first, stop):
+            self.add(spec, box, key, at)
+            at += box.volume * spec.itemsize
+
+    def add_value(self, spec: TensorSpec, data: bytes) -> None:
+        """Give the bytes of a small tensor that stands in no file as such.
+
+        Raises:
+            MalformedData: they are more or fewer than the tensor has.
+        """
+        if len(data) != spec.nbytes:
+            raise MalformedData(f"{self.where}: {spec} got {len(data)} bytes")
+        key = f"{INLINE}{len(self._inline)}"
+        self._inline[key] = bytes(data)
+        self.add(spec, Box.whole(spec.shape), key, 0)
+
+    def uncovered(self) -> list[str]:
+        """Return one line for each tensor of which elements are missing, or counted twice."""
+        found = []
+        for key, spec in sorted(self._specs.items()):
+            held = sum(box.volume for box in self._boxes.get(key, ()))
+            if held != prod(spec.shape):
+                found.append(f"{spec}: the files hold {held} of {prod(spec.shape)} elements")
+        return found
+
+    def build(self) -> Opened:
+        """Return the checkpoint.
+
+        Raises:
+            MalformedData: the files do not hold each tensor exactly once; all of them at once.
+        """
+        problems = self.uncovered()
+        if problems:
+            more = f"; … and {len(problems) - 8} more" if len(problems) > 8 else ""
+            raise MalformedData(f"{self.where}: {'; '.join(problems[:8])}{more}")
+        specs = tuple(sorted(self._specs.values()))
+        store = WithInline(self._store, self._inline)
+        keys = sorted({key for boxes in self._boxes.values() for key, _ in boxes.values()})
+        packs = tuple(PackRef(key=key, nbytes=store.size(key) or 0) for key in keys)
+        number = {key: n for n, key in enumerate(keys)}
+        chunks: list[ChunkEntry] = []
+        for n, spec in enumerate(specs):
+            for box, (key, start) in self._boxes.get(spec.key, {}).items():
+                at = start
+                for piece in box.cut(max(1, CHUNK_BYTES // spec.itemsize)) if box.volume else ():
+                    nbytes = piece.volume * spec.itemsize
+                    chunks.append(ChunkEntry(n, piece.offsets, piece.sizes, "", number[key], at, nbytes))
+                    at += nbytes
+        return Opened(
+            format=self.format,
+            where=self.where,
+            store=store,
+            step=self.step,
+            world=self.world,
+            engine=self.engine,
+            specs=specs,
+            parts=(IndexPart(rank=0, packs=packs, chunks=tuple(chunks)),),
+            derived=tuple(sorted(self.derived)),
+            aliases=dict(self.aliases),
+            objects=tuple(self.objects),
+            notes=tuple(self.notes),
+        )
