@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -159,6 +160,7 @@ class EngineAdapter(Protocol):
         """Return the module that runs forward, so that a half-loaded engine can be made to refuse (None: has none)."""
 
 
+@cache
 def dtype_name(dtype: torch.dtype) -> str:
     """Return this project's name of a torch dtype (``torch.bfloat16`` -> ``"bfloat16"``)."""
     return str(dtype).removeprefix("torch.")

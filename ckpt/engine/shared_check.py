@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def class_names(value: object) -> frozenset[str]:
@@ -57,7 +57,7 @@ def check_tensor(fqn: str, role: str, tensor: Tensor) -> None:
         trouble = f"has layout {tensor.layout}"
     elif tensor.is_quantized or name not in ITEMSIZE:
         trouble = f"has dtype {name}"
-    elif type(tensor) not in _PLAIN and "DTensor" in class_names(tensor):
+    elif type(tensor) not in PLAIN and "DTensor" in class_names(tensor):
         trouble = "is a DTensor inside of another tensor"
     elif 0 in tensor.stride() and any(n > 1 and s == 0 for n, s in zip(tensor.shape, tensor.stride(), strict=True)):
         trouble = "has elements that share one place in memory (expand)"

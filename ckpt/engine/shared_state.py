@@ -58,9 +58,11 @@ def kinds_of(state: dict[Any, Any], partition: Partition) -> Kinds:
     """
     kinds: Kinds = {}
     for key, value in state.items():
-        where = f"optimizer state {key!r} of {partition.members[0]!r}"
         if not isinstance(key, str) or key in NOT_OPTIMIZER_STATE:
-            raise UnsupportedLayout(f"{where}: expected a key that is a name and none of {sorted(NOT_OPTIMIZER_STATE)}")
+            raise UnsupportedLayout(
+                f"optimizer state {key!r} of {partition.members[0]!r}: expected a key that is a name and none of "
+                f"{sorted(NOT_OPTIMIZER_STATE)}"
+            )
         if value is None:
             continue
         if isinstance(value, torch.Tensor):
@@ -75,7 +77,10 @@ def kinds_of(state: dict[Any, Any], partition: Partition) -> Kinds:
             kinds[key] = value
             continue
         found = f"tensor of shape {_shown(value)}" if isinstance(value, torch.Tensor) else type(value).__name__
-        raise UnsupportedLayout(f"{where} is a {found}: expected shape {_shown(partition.key)} or a scalar")
+        raise UnsupportedLayout(
+            f"optimizer state {key!r} of {partition.members[0]!r} is a {found}: expected shape "
+            f"{_shown(partition.key)} or a scalar"
+        )
     return kinds
 
 

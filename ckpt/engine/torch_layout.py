@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ckpt.engine.shared_check import check_tensor, class_names, local_tensor
+from ckpt.engine.shared_check import PLAIN, check_tensor, class_names
 from ckpt.engine.shared_partition import Named, Partition, Piece
 from ckpt.engine.shared_ranks import place_in
 from ckpt.engine.shared_tiling import Tiler
@@ -118,8 +118,9 @@ def _tiling(tiler: Tiler, fqn: str, role: str, tensor: Any) -> Tiling:
         check_tensor(fqn, role, tensor)
     except UnsupportedLayout as error:
         tiler.problems.append(str(error))
-    if is_traceable_wrapper_subclass(local_tensor(tensor)):
-        kind = type(local_tensor(tensor)).__name__
+    local = getattr(tensor, "_local_tensor", tensor)
+    if type(local) not in PLAIN and is_traceable_wrapper_subclass(local):
+        kind = type(local).__name__
         tiler.problems.append(f"tensor {fqn!r} ({role}) is a {kind}: expected a plain tensor or a DTensor of one")
     if not is_dtensor(tensor):
         return tiler.tiling(fqn, tuple(tensor.shape), tensor)

@@ -6,6 +6,8 @@ bytes; docs/adr/0002-digest.md has the measurement behind the choice.
 
 from __future__ import annotations
 
+import re
+
 import xxhash
 
 from ckpt.errors import MalformedData
@@ -15,6 +17,7 @@ Buffer = bytes | bytearray | memoryview
 ALGORITHM = "xxh3-128"
 SIZE = 16
 """Bytes of a raw digest."""
+_FORM = re.compile(rf"{ALGORITHM}:[0-9a-f]{{{2 * SIZE}}}")
 
 
 def digest(data: Buffer) -> str:
@@ -27,9 +30,28 @@ def raw_digest(data: Buffer) -> bytes:
     return xxhash.xxh3_128_digest(data)
 
 
+class Running:
+    """The digest of bytes that come in pieces."""
+
+    def __init__(self) -> None:
+        self._state = xxhash.xxh3_128()
+
+    def add(self, data: Buffer) -> None:
+        """Take the next piece."""
+        self._state.update(data)
+
+    def __str__(self) -> str:
+        return f"{ALGORITHM}:{self._state.hexdigest()}"
+
+
 def from_raw(raw: bytes) -> str:
     """Return the written form of a raw digest."""
     return f"{ALGORITHM}:{raw.hex()}"
+
+
+def has_form(text: str) -> bool:
+    """Is this a digest that this release can verify?"""
+    return _FORM.fullmatch(text) is not None
 
 
 def check_form(text: str, where: str) -> str:
@@ -38,7 +60,6 @@ def check_form(text: str, where: str) -> str:
     Raises:
         MalformedData: unknown algorithm or wrong length; ``where`` names the file.
     """
-    name, _, value = text.partition(":")
-    if name != ALGORITHM or len(value) != 2 * SIZE or not set(value) <= set("0123456789abcdef"):
+    if not has_form(text):
         raise MalformedData(f"{where}: digest {text[:80]!r}: expected '{ALGORITHM}:' and {2 * SIZE} hex digits")
     return text

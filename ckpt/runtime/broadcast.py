@@ -56,7 +56,6 @@ class Transfer:
         budget: bytes of host memory for what is on its way.
         span: most bytes of an ordinary unit.
         sharing: memory that ranks of a host share, None if no rank has any. Its size bounds what is on its way there.
-        direct: does the store give its bytes without a copy to memory that lies as the file does?
     """
 
     def __init__(
@@ -68,9 +67,8 @@ class Transfer:
         span: int,
         budget: int = DEFAULT_BUDGET,
         sharing: Sharing | None = None,
-        direct: bool = False,
     ) -> None:
-        self.comm, self.fabric, self.cargo, self._sharing, self._direct = comm, fabric, cargo, sharing, direct
+        self.comm, self.fabric, self.cargo, self._sharing = comm, fabric, cargo, sharing
         count = max(2, min(AHEAD_BYTES, budget // 2) // span)
         self._half = count * span
         self._pools = pools_for(sharing, count, span)
@@ -102,7 +100,7 @@ class Transfer:
         self._lent: dict[int, Job] = {}
         reads = deque(one for one in mine if one[1].source is None)
         comes = deque(one for one in mine if one[1].source is not None and not one[1].near)
-        self._reads = Flow(reads, self._pools[0], self._half, self._direct)
+        self._reads = Flow(reads, self._pools[0], self._half)
         self._comes = Flow(comes, self._pools[1], self._half)
         threads = self._threads([route for _, route in mine])
         for thread in threads:

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
 SMALL = 8
 """Units of less than this part of a block get memory of their own size."""
-DIRECT_BYTES = 1 << 20
-"""Shorter ranges are never read directly, see :mod:`ckpt.store.local_system`."""
 COPIED_BYTES = 1 << 20
 """Copied at once: longer copies pass by the processor's cache, where the digest is to find the bytes."""
 
@@ -56,14 +54,12 @@ class Job:
 class Flow:
     """Units that come to this rank in one way, in order; ``current``: those that have begun and are not done.
 
-    ``limit``: bytes of these, unless one has more. ``direct``: are they read from a disk, which gives its bytes
-    without a copy to memory that lies as the file does?
+    ``limit``: bytes of these, unless one has more.
     """
 
     todo: deque[tuple[Unit, Route]]
     pool: Blocks | Slots
     limit: int
-    direct: bool = False
     leaving: queue.SimpleQueue[tuple[Job, Pending] | None] = field(default_factory=queue.SimpleQueue)
     current: list[Job] = field(default_factory=list)
     nbytes: int = 0
@@ -88,8 +84,11 @@ class Flow:
             self.head, self.live = unit.number, cargo.live(unit)
         live, block, at = self.live, None, place_in_page(unit)
         lent = bool(route.mates)
-        apart = live is None or lent or (self.direct and _lies_otherwise(unit, live))
-        if apart and at + unit.nbytes <= self.pool.size and (lent or unit.nbytes * SMALL >= self.pool.size - 2 * PAGE):
+        if (
+            (live is None or lent)
+            and at + unit.nbytes <= self.pool.size
+            and (lent or unit.nbytes * SMALL >= self.pool.size - 2 * PAGE)
+        ):
             block = self.pool.take(timeout=0)
             if block is None:
                 return None
@@ -116,12 +115,6 @@ def pools_for(sharing: Sharing | None, count: int, span: int) -> tuple[Blocks | 
     shared = sharing.pools() if sharing is not None else None
     size = block_bytes(span)
     return shared or (Blocks(count * size, size), Blocks(count * size, size))
-
-
-def _lies_otherwise(unit: Unit, live: memoryview) -> bool:
-    if unit.encoded or unit.nbytes < DIRECT_BYTES:
-        return False
-    return bool((np.frombuffer(live, np.uint8).ctypes.data - unit.start) % PAGE)
 
 
 def copy(into: memoryview, source: memoryview) -> None:

@@ -52,6 +52,8 @@ def _encode(value: Any, path: str, tensors: list[torch.Tensor], depth: int) -> A
     if kind is float:
         return value if math.isfinite(value) else {"$float": repr(value)}
     if kind is list:
+        if {*map(type, value)} == {str}:  # the names of a group's parameters, in every save
+            return value
         return [_encode(v, f"{path}[{i}]", tensors, depth + 1) for i, v in enumerate(value)]
     if kind is tuple or kind in (set, frozenset):
         items = sorted(value, key=repr) if kind in (set, frozenset) else value

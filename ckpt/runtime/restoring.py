@@ -16,7 +16,7 @@ from ckpt.runtime.groups import agree_on_groups, wished_fabric
 from ckpt.runtime.handing import hand_index
 from ckpt.runtime.placing import Chunks
 from ckpt.runtime.reading import GAP_BYTES, check_packs
-from ckpt.runtime.reading_mode import DISK_TYPES, EACH, PER_HOST, exchange_needs, file_system_of, span_for
+from ckpt.runtime.reading_mode import EACH, PER_HOST, exchange_needs, span_for
 from ckpt.runtime.sharing import Sharing, share
 from ckpt.store.metered import Metered
 
@@ -53,7 +53,6 @@ class Restore:
         self.span = span_for(read, budget)
         self.received = self.chunk_bytes = 0
         self._wish = wished_fabric()
-        self._direct = store.url.startswith("/") and file_system_of(store.url) in DISK_TYPES
         self._fabric: Fabric | None = None
         self._sharing: Sharing | None = None
         self._groups: Groups | None = None
@@ -134,7 +133,7 @@ class Restore:
         cargo = Chunks(self.store, self._places, self._reads[stage], targets)
         units = self._units[stage]
         if self.read == EACH:
-            alone = Transfer(self.comm, None, cargo, span=self.span, budget=self.budget, direct=self._direct)
+            alone = Transfer(self.comm, None, cargo, span=self.span, budget=self.budget)
             self.comm.run(stage, lambda: alone.run_alone(stage, units))
             done = alone.outcome
         else:
@@ -154,5 +153,4 @@ class Restore:
             span=self.span,
             budget=self.budget,
             sharing=self._sharing,
-            direct=self._direct,
         )

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+FRAME_BYTES, LENGTH_BYTES = 512, 8
+"""What each rank sends first when all tell each other something: the length of its message, and its beginning."""
+
 
 class GuardedStore:
     """A ``torch.distributed`` store whose loss is an error of ours."""
@@ -114,15 +117,21 @@ class TorchComm(Comm):
     def _exchange(self, payload: bytes) -> list[bytes]:
         if not self._grouped:
             return super()._exchange(payload)
-        group = self._own_group()
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world)]
-        dist.all_gather(sizes, torch.tensor([len(payload)], dtype=torch.int64), group=group)
-        longest = max(1, *(int(s) for s in sizes))
-        mine = torch.zeros(longest, dtype=torch.uint8)
-        mine[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8) if payload else mine[:0]
-        rows = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.world)]
-        dist.all_gather(rows, mine, group=group)
-        return [row[: int(n)].numpy().tobytes() for row, n in zip(rows, sizes, strict=True)]
+        # Most of what ranks tell each other is short, and goes with its length in one collective; the rest needs two.
+        frames = self._gathered(len(payload).to_bytes(LENGTH_BYTES, "little") + payload[: FRAME_BYTES - LENGTH_BYTES])
+        sizes = [int.from_bytes(frame[:LENGTH_BYTES], "little") for frame in frames]
+        longest = max(sizes)
+        if longest <= FRAME_BYTES - LENGTH_BYTES:
+            return [frame[LENGTH_BYTES : LENGTH_BYTES + n] for frame, n in zip(frames, sizes, strict=True)]
+        return [row[:n] for row, n in zip(self._gathered(payload, longest), sizes, strict=True)]
+
+    def _gathered(self, payload: bytes, width: int = FRAME_BYTES) -> list[bytes]:
+        """Return all ranks' payloads, filled up to ``width`` bytes."""
+        mine = torch.frombuffer(bytearray(payload.ljust(width, b"\0")), dtype=torch.uint8)
+        rows = torch.empty(self.world * width, dtype=torch.uint8)
+        dist.all_gather_into_tensor(rows, mine, group=self._own_group())
+        data = rows.numpy().tobytes()
+        return [data[at : at + width] for at in range(0, len(data), width)]
 
     def _deliver(self, payloads: Mapping[int, bytes], sizes: Mapping[int, int]) -> dict[int, bytes]:
         """One collective with a part for each pair of ranks; most pairs have none."""

@@ -178,19 +178,18 @@ class LocalStore:
         while done < len(view):
             rest = view[done:]
             length, direct = device.next_part(rest, start + done) if cold else (len(rest), False)
-            # Of what is read through the cache, little is not worth reading ahead for, and much need not stay.
-            flags = device.dropping if cold and not direct and length >= DIRECT_BYTES else 0
             try:
+                # Around an edge of a direct read nothing is worth reading ahead for.
                 if cold and not direct and length < DIRECT_BYTES:
                     os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
                 if direct != is_direct:
                     set_direct(fd, direct)
                     is_direct = direct
-                count = os.preadv(fd, [rest[:length]], start + done, flags)
+                count = os.preadv(fd, [rest[:length]], start + done)
             except OSError as error:
-                if error.errno not in REFUSED or not (direct or flags):
+                if error.errno not in REFUSED or not direct:
                     raise
-                device.refuse(direct)  # it promised more than it has
+                device.refuse()  # it promised more than it has
                 continue
             if not count:
                 break

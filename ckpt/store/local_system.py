@@ -11,7 +11,6 @@ import errno
 import fcntl
 import os
 import struct
-import sys
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
@@ -40,7 +39,6 @@ REFUSED = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP}
 
 _IN_MEMORY = {0x01021994, 0x858458F6}  # tmpfs, ramfs
 _STATX_DIOALIGN, _AT_EMPTY_PATH, _SYS_CACHESTAT = 0x2000, 0x1000, 451  # of every architecture
-_RWF_DONTCACHE = 0x80  # since Linux 6.14
 _O_DIRECT: int = getattr(os, "O_DIRECT", 0)
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -69,21 +67,16 @@ class Device:
     """What the file system of a store can do, asked once, of the first large file.
 
     ``alignment``: to which direct transfers need their memory aligned, in bytes; 0: there are none. ``cached``: has it
-    a page cache that is apart from where the bytes lie for good? ``dropping``: the flag of reads that leave nothing in
-    it; 0 if there is none.
+    a page cache that is apart from where the bytes lie for good?
     """
 
     def __init__(self, fd: int) -> None:
         self.cached = hasattr(os, "posix_fadvise") and _magic(fd) not in _IN_MEMORY
         self.alignment = _alignment(fd) if self.cached and _O_DIRECT else 0
-        self.dropping = _RWF_DONTCACHE if sys.platform == "linux" else 0
 
-    def refuse(self, direct: bool) -> None:
-        """Note that a direct transfer, or else a dropping read, was refused."""
-        if direct:
-            self.alignment = 0
-        else:
-            self.dropping = 0
+    def refuse(self) -> None:
+        """Note that a direct transfer was refused."""
+        self.alignment = 0
 
     def next_part(self, view: memoryview, position: int) -> tuple[int, bool]:
         """Return how many of the bytes of ``view``, meant for ``position`` in a file, go next, and whether directly.

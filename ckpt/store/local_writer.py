@@ -79,7 +79,7 @@ class LocalWriter:
         except OSError as error:
             if not direct or error.errno not in REFUSED:
                 raise
-            device.refuse(direct)  # it promised more than it has
+            device.refuse()  # it promised more than it has
             return 0
         self.position += done
         if device.cached and not direct:

@@ -171,29 +171,6 @@ def test_an_error_of_a_direct_write_is_ours_and_leaves_nothing(store, memory, mo
     assert list(store.walk("")) == []
 
 
-def test_a_kernel_without_dropping_reads_is_used_without(store, memory, monkeypatch):
-    with store.writer("k") as out:
-        out.write(memoryview(memory)[:SIZE])
-        out.finish()
-    forget(store, "k")
-    real, refused = os.preadv, []
-
-    def preadv(fd, buffers, at, flags=0):
-        if flags:
-            refused.append(flags)
-            raise OSError(errno.EOPNOTSUPP, "Operation not supported")
-        return real(fd, buffers, at)
-
-    monkeypatch.setattr("ckpt.store.local.os.preadv", preadv)
-    target = bytearray(SIZE + 1)
-    odd = 1 - np.frombuffer(target, np.uint8).ctypes.data % 2  # an odd address: never aligned
-    for _ in range(2):
-        assert store.read_into("k", 0, memoryview(target)[odd : odd + SIZE]) == SIZE
-        forget(store, "k")
-    assert target[odd : odd + SIZE] == bytes(memory[:SIZE])
-    assert len(refused) <= 1, "asked once"
-
-
 def test_several_threads_read_one_file(store, memory):
     with store.writer("k") as out:
         out.write(memoryview(memory))
