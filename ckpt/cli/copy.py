@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import re
 import sys
-from contextlib import contextmanager
 from dataclasses import asdict
-from typing import TYPE_CHECKING
 
 import click
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from ckpt.cli.program import exits, print_json
+from ckpt.cli.progress import bar
 from ckpt.cli.render import console, shown
 from ckpt.errors import ConfigError
 from ckpt.repo.copying import THREADS, CopyReport, copy_steps
 from ckpt.repo.repository import Repository
 from ckpt.store.open import open_store
 from ckpt.words import count, size, some
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
@@ -77,7 +72,7 @@ def cp(
     if every:
         repository = Repository(src)
         chosen = repository.steps() or [repository.pick(None)]  # of none: the error that says so
-    with _bar(visible=sys.stdout.isatty() and not as_json) as progress:
+    with bar("copying", visible=sys.stdout.isatty() and not as_json) as progress:
         report = copy_steps(
             src,
             dst,
@@ -93,21 +88,6 @@ def cp(
     else:
         _print(report)
     return 0
-
-
-@contextmanager
-def _bar(*, visible: bool) -> Iterator[Callable[[int, int], None]]:
-    """Yield what draws the progress, if somebody looks on."""
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console(), transient=True, disable=not visible) as drawn:
-        task = drawn.add_task("copying", total=None)
-        yield lambda done, total: drawn.update(task, completed=done, total=total)
 
 
 def _print(report: CopyReport) -> None:

@@ -1,4 +1,4 @@
-"""The command line: ``ckpt ls|show|verify|analyze|cp|gc``. Needs no torch, no GPU, no other rank.
+"""The command line: ``ckpt ls|show|verify|analyze|cp|gc|diff|import|export|reshard``. Needs no GPU, no other rank.
 
 Exit codes are those of :mod:`ckpt.errors`; docs/cli.md lists them. With ``--json`` standard output carries exactly one
 JSON document, for errors too.
@@ -14,8 +14,10 @@ import click
 from ckpt.cli import render
 from ckpt.cli.analyze import analyze
 from ckpt.cli.copy import cp
+from ckpt.cli.diff import diff
 from ckpt.cli.gc import gc
 from ckpt.cli.program import Program, exits, print_json
+from ckpt.cli.reshard import export, import_, reshard
 from ckpt.errors import CkptError, IntegrityError, NoSuchCheckpoint
 from ckpt.repo.repository import MARKER, Repository
 from ckpt.repo.verify import verify as check
@@ -28,12 +30,16 @@ if TYPE_CHECKING:
 @click.group(cls=Program, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="ckpt")
 def cli() -> None:
-    """Look into checkpoint repositories (ROOT is a path or URL), copy and clean them, and analyze layouts."""
+    """Look into checkpoint repositories (ROOT is a path or URL), copy, clean and convert them, and analyze layouts."""
 
 
 cli.add_command(analyze)
 cli.add_command(cp)
 cli.add_command(gc)
+cli.add_command(diff)
+cli.add_command(import_)
+cli.add_command(export)
+cli.add_command(reshard)
 
 
 def command(body: Callable[..., int]) -> Callable[..., None]:

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 
-class Program(click.Group):
-    """The group of all commands, whose output is safe on any terminal and, if asked for, JSON even for wrong usage."""
+class Safe(click.Command):
+    """A command whose output is safe on any terminal and, if asked for, JSON even for wrong usage."""
 
     def main(self, args: Sequence[str] | None = None, *rest: Any, **options: Any) -> NoReturn:
         """Run and exit; see :meth:`click.Command.main`."""
@@ -37,6 +37,10 @@ class Program(click.Group):
         except click.Abort:
             code = 1
         sys.exit(code)
+
+
+class Program(Safe, click.Group):
+    """The group of all commands."""
 
 
 def exits(body: Callable[..., int]) -> Callable[..., NoReturn]:

@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ckpt.errors import MalformedData
 from ckpt.format.manifest import ChunkEntry, IndexPart, PackRef
 from ckpt.layout.box import Box, boxes_of_range
-from ckpt.layout.spec import TensorSpec
+from ckpt.layout.spec import PARAM, TensorSpec
 from ckpt.plan.load_plan import Catalog
 from ckpt.store.base import Store
 from ckpt.store.forward import Forward
@@ -50,6 +50,8 @@ class Opened:
     ``format``: ``ckpt``, ``deepspeed``, ``universal``, ``dcp``, ``megatron``, ``safetensors`` or ``torch``. ``where``:
     for messages. ``store``: where the keys of ``parts`` are read; thread-safe. ``engine``: kind of the engine that
     saved it (:mod:`ckpt.engine`), empty if unknown. ``notes``: a line for each thing that was made up or left out.
+    ``degrees``: ``dp``, ``tp``, ``pp``, ``ep`` and ``zero`` of the job that saved it, those that are known: what a user
+    leaves open stays so in the target.
     """
 
     format: str
@@ -64,36 +66,45 @@ class Opened:
     aliases: Mapping[str, str] = field(default_factory=dict)
     objects: tuple[Loose, ...] = ()
     notes: tuple[str, ...] = ()
+    degrees: Mapping[str, int] = field(default_factory=dict)
 
     def catalog(self) -> Catalog:
         """Return what it holds, by name."""
         return Catalog(self.specs, self.parts, self.derived, self.aliases)
 
 
-class WithInline(Forward):
-    """A store that also has a few objects in memory, below :data:`INLINE`; read only there."""
+class Bytes(Protocol):
+    """An object below :data:`INLINE`: ``bytes``, or what makes each part of it when it is asked for."""
 
-    def __init__(self, store: Store, inline: Mapping[str, bytes]) -> None:
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, part: slice, /) -> bytes: ...
+
+
+class WithInline(Forward):
+    """A store that also has a few objects of no file, below :data:`INLINE`; read only there."""
+
+    def __init__(self, store: Store, inline: Mapping[str, Bytes]) -> None:
         super().__init__(store)
-        self._inline = dict(inline)
+        self.inline = dict(inline)
 
     def get(self, key: str, start: int = 0, nbytes: int | None = None) -> bytes:
         """See :class:`~ckpt.store.base.Store`."""
-        if key in self._inline:
-            return self._inline[key][start : None if nbytes is None else start + nbytes]
+        if key in self.inline:
+            return self.inline[key][start : None if nbytes is None else start + nbytes]
         return self.inner.get(key, start, nbytes)
 
     def read_into(self, key: str, start: int, buffer: memoryview) -> int:
         """See :class:`~ckpt.store.base.Store`."""
-        if key in self._inline:
-            data = self._inline[key][start : start + len(buffer)]
+        if key in self.inline:
+            data = self.inline[key][start : start + len(buffer)]
             buffer[: len(data)] = data
             return len(data)
         return self.inner.read_into(key, start, buffer)
 
     def size(self, key: str) -> int | None:
         """See :class:`~ckpt.store.base.Store`."""
-        return len(self._inline[key]) if key in self._inline else self.inner.size(key)
+        return len(self.inline[key]) if key in self.inline else self.inner.size(key)
 
 
 class Builder:
@@ -112,9 +123,10 @@ class Builder:
         self.aliases: dict[str, str] = {}
         self.objects: list[Loose] = []
         self.notes: list[str] = []
+        self.degrees: dict[str, int] = {}
         self._specs: dict[tuple[str, str], TensorSpec] = {}
         self._boxes: dict[tuple[str, str], dict[Box, tuple[str, int]]] = {}
-        self._inline: dict[str, bytes] = {}
+        self._inline: dict[str, Bytes] = {}
 
     def spec(self, fqn: str, role: str, dtype: str, shape: Sequence[int]) -> TensorSpec:
         """Return the tensor of this name and role; made the first time.
@@ -127,6 +139,10 @@ class Builder:
         if old != new:
             raise MalformedData(f"{self.where}: {new} stands elsewhere as {old}")
         return old
+
+    def known(self, fqn: str, role: str) -> TensorSpec | None:
+        """Return the tensor of this name and role if :meth:`spec` has made it."""
+        return self._specs.get((fqn, role))
 
     def add(self, spec: TensorSpec, box: Box, key: str, start: int) -> None:
         """Say where a box is: its elements row by row, one behind the other, from byte ``start`` of file ``key``.
@@ -151,14 +167,20 @@ class Builder:
         """
         if len(data) != spec.nbytes:
             raise MalformedData(f"{self.where}: {spec} got {len(data)} bytes")
+        self.add_virtual(spec, Box.whole(spec.shape), bytes(data))
+
+    def add_virtual(self, spec: TensorSpec, box: Box, data: Bytes) -> None:
+        """Give the bytes of a box, row by row, or what makes them when it is asked for a part of them."""
         key = f"{INLINE}{len(self._inline)}"
-        self._inline[key] = bytes(data)
-        self.add(spec, Box.whole(spec.shape), key, 0)
+        self._inline[key] = data
+        self.add(spec, box, key, 0)
 
     def uncovered(self) -> list[str]:
         """Return one line for each tensor of which elements are missing, or counted twice."""
         found = []
         for key, spec in sorted(self._specs.items()):
+            if key not in self._boxes and spec.role == PARAM and spec.fqn in self.derived:
+                continue  # the cast of its master
             held = sum(box.volume for box in self._boxes.get(key, ()))
             if held != prod(spec.shape):
                 found.append(f"{spec}: the files hold {held} of {prod(spec.shape)} elements")
@@ -200,4 +222,5 @@ class Builder:
             aliases=dict(self.aliases),
             objects=tuple(self.objects),
             notes=tuple(self.notes),
+            degrees=dict(self.degrees),
         )

@@ -31,7 +31,8 @@ MEGATRON_PARAM_ALIGNMENT, MEGATRON_BUCKET_ALIGNMENT = 64, 128
 @dataclass(frozen=True, slots=True)
 class Local:
     """A local tensor of one model slice. ``decay``: of the first of two parameter groups. ``shared``: tied across
-    pipeline stages. ``expert``: its group may be split.
+    pipeline stages. ``expert``: its group may be split. ``group``: number of its parameter group, of which
+    ``decay`` may make two.
     """
 
     shape: tuple[int, ...]
@@ -39,6 +40,7 @@ class Local:
     decay: bool = True
     shared: bool = False
     expert: bool = False
+    group: int = 0
 
     @property
     def numel(self) -> int:
@@ -95,10 +97,11 @@ def _parameter_groups(tensors: Sequence[Local], parallel: Parallel) -> Iterator[
     """Yield the parameter groups as indexes, those of experts split as DeepSpeed's
     ``split_params_into_different_moe_groups_for_optimizer`` does.
     """
-    for decay in (True, False) if parallel.decay_groups else (None,):
+    wanted = [(t.group, parallel.decay_groups and not t.decay) if t.trainable else None for t in tensors]
+    for number in sorted({one for one in wanted if one is not None}):
         group, size = list[int](), 0
         for i, t in enumerate(tensors):
-            if not t.trainable or decay not in (None, t.decay):
+            if wanted[i] != number:
                 continue
             if group and t.expert and size + t.numel > DEEPSPEED_EXPERT_GROUP:
                 yield group

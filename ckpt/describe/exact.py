@@ -64,8 +64,8 @@ def rank_layout(description: Description, rank: int) -> RankLayout:
         for column in description.columns(tensor):
             boxes = param if column.of_param else state
             if column.scalar:
-                boxes = [Box((), ())] if _has_scalars(own, data_index) else []
-            shape = () if column.scalar else tensor.shape
+                boxes = [Box.whole(column.shape)] if _has_scalars(own, data_index) else []
+            shape = column.shape if column.scalar else tensor.shape
             spec = TensorSpec(tensor.fqn, column.role, column.dtype, shape)
             shards += [Shard(spec, box) for box in boxes]
     derived = tuple(t.fqn for t in held if t.fqn in cuts and description.derived(t))

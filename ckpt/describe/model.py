@@ -124,7 +124,7 @@ class Described:
     ``layer``: its number in the stack of layers, which says its pipeline stage; without one, ``place`` does:
     ``first``, ``last``, ``every``, or ``ends``: first and last, each with an optimizer state of its own. ``expert``:
     global number of the expert that it belongs to. ``dtype``: None for the training dtype, of a buffer for float32.
-    ``trainable``: is it stepped by the optimizer?
+    ``trainable``: is it stepped by the optimizer? ``group``: number of its parameter group, where those are known.
     """
 
     fqn: str
@@ -136,6 +136,7 @@ class Described:
     expert: int | None = None
     dtype: str | None = None
     trainable: bool = True
+    group: int = 0
 
     @property
     def numel(self) -> int:

@@ -31,12 +31,16 @@ Geometry = tuple[tuple[Runs, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One role of a tensor. ``of_param``: it lies where the parameter does, not where the optimizer state does."""
+    """One role of a tensor. ``of_param``: it lies where the parameter does, not where the optimizer state does.
+
+    ``scalar``: it is no cut of the parameter but whole on every rank that steps a part of it; ``shape``: of such a one.
+    """
 
     role: str
     dtype: str
     of_param: bool = False
     scalar: bool = False
+    shape: tuple[int, ...] = ()
 
 
 class Description:
@@ -159,7 +163,7 @@ class Description:
         shapes = [self.local_shape(t, tensor_rank) for t in tensors]
         held = [(t, s) for t, s in zip(tensors, shapes, strict=True) if 0 not in s]
         locals_ = tuple(
-            Local(s, t.trainable, len(t.shape) > 1, self.is_shared(t), t.expert is not None) for t, s in held
+            Local(s, t.trainable, len(t.shape) > 1, self.is_shared(t), t.expert is not None, t.group) for t, s in held
         )
         key = (expert_rank, locals_)
         if key not in self._cuts:

@@ -115,7 +115,10 @@ def restore_objects(
 
 def _setup(engine: Any) -> dict[str, Any]:
     low = "fp16" if ask(engine, "fp16_enabled", False) else "bf16" if ask(engine, "bfloat16_enabled", False) else "fp32"
+    # It says in which order flat groups list their members, which only a conversion into flat groups wants to know.
+    shuffled = {"round_robin_gradients": True} if ask(engine, "zero_round_robin_gradients", False) else {}
     return {
+        **shuffled,
         "zero_stage": int(ask(engine, "zero_optimization_stage", 0)),
         "dtype": low,
         "data_parallel_world_size": int(ask(engine, "seq_dp_world_size", 1)),

@@ -156,6 +156,7 @@ def restore_groups(inner: Any, match: Match, saved: Sequence[Mapping[str, Any] |
         was = before.get("class", one["class"])  # of its own where a rank has several optimizers
         same = was == class_name(inner)
         if not same:
+            was = was or "not named by the checkpoint"  # an imported one
             notes.append(f"optimizer is {class_name(inner)}, was {was}: options that both know were carried")
         if not match.exact[index]:
             notes.append(f"{where} has other members than when it was saved: it has taken over the hyperparameters")

@@ -38,7 +38,9 @@ def restore_scheduler(
     if scheduler is None:
         return [f"scheduler {before['class']} was saved, this engine has none: its state was left out"]
     here, there = class_name(scheduler), before["class"]
-    if here != there:
+    # An imported state dict does not say its class: then it must have the names that this scheduler's state has.
+    if here != there and (there or before["state"].keys() != scheduler.state_dict().keys()):
+        there = there or f"with the state {sorted(before['state'])}"
         return [f"scheduler {there} was saved, this engine's is {here}: it starts from its beginning"]
     scheduler.load_state_dict(_regrouped(scheduler, before["state"], saved, sources))
     return []

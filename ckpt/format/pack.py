@@ -13,9 +13,10 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from ckpt.errors import MalformedData
+from ckpt.layout.spec import ITEMSIZE
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
 MAX_HEADER = 100_000_000
 """Readers of the reference implementation refuse longer headers, so we never write one."""
@@ -33,8 +34,7 @@ SAFETENSORS_DTYPE = {
     "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8",
     "uint64": "U64", "uint32": "U32", "uint16": "U16", "uint8": "U8", "bool": "BOOL",
 }  # fmt: skip
-_KNOWN = frozenset(SAFETENSORS_DTYPE.values())
-_WIDTH = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2}
+_WIDTHS = {name: ITEMSIZE[dtype] for dtype, name in SAFETENSORS_DTYPE.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ def room_for(items: Sequence[PackItem]) -> int:
 
 
 def _align(dtype: str) -> int:
-    return _WIDTH.get(SAFETENSORS_DTYPE.get(dtype, "U8"), 1)
+    return _WIDTHS[SAFETENSORS_DTYPE.get(dtype, "U8")]
 
 
 def lay_out(items: Sequence[PackItem], room: int = 0) -> PackLayout:
@@ -117,10 +117,13 @@ def _text(items: Sequence[PackItem], starts: Sequence[int]) -> bytes:
     return json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode()
 
 
-def parse_header(head: bytes, nbytes: int, where: str) -> dict[str, tuple[str, tuple[int, ...], int, int]]:
+def parse_header(
+    head: bytes, nbytes: int, where: str, widths: Mapping[str, int] = _WIDTHS
+) -> dict[str, tuple[str, tuple[int, ...], int, int]]:
     """Return name -> (safetensors dtype, shape, start, stop) in file coordinates, from the first bytes of a pack.
 
-    ``head``: at least the length field and the header; ``nbytes``: size of the whole file.
+    ``head``: at least the length field and the header; ``nbytes``: size of the whole file; ``widths``: bytes of an
+    element of each dtype that the file may have (those of packs, which have not all that safetensors knows).
 
     Raises:
         MalformedData: anything that the safetensors format forbids (holes, overlaps, sizes that do not fit).
@@ -141,7 +144,7 @@ def parse_header(head: bytes, nbytes: int, where: str) -> dict[str, tuple[str, t
     for name, (dtype, shape, start, stop) in sorted(found.items(), key=lambda pair: (pair[1][2], pair[1][3])):
         if start != position or stop < start or min(shape, default=0) < 0:
             raise MalformedData(f"{where}: chunk {name!r} at [{start}, {stop}), expected it to start at {position}")
-        if dtype not in _KNOWN or stop - start != prod(shape) * _WIDTH.get(dtype, 1):
+        if dtype not in widths or stop - start != prod(shape) * widths[dtype]:
             raise MalformedData(f"{where}: chunk {name!r}: {stop - start} bytes for {dtype}{list(shape)}")
         position = stop
     if position != nbytes:

@@ -50,15 +50,19 @@ class Place:
 
 
 class Places:
-    """Every place of a checkpoint, numbered in the order of phases, packs and positions: the same on all ranks."""
+    """Every place of a checkpoint, numbered in the order of phases, packs and positions: the same on all ranks.
 
-    def __init__(self, specs: Sequence[TensorSpec], parts: Iterable[IndexPart]) -> None:
+    ``phased``: False puts all in one phase, for who places no chunk over another one.
+    """
+
+    def __init__(self, specs: Sequence[TensorSpec], parts: Iterable[IndexPart], *, phased: bool = True) -> None:
         self._parts = tuple(parts)  # keeps the entries, whose ids are the keys of `_number`
         found: dict[tuple[int, str, int, int, int, str, str | None], list[tuple[IndexPart, ChunkEntry]]] = {}
         for part in self._parts:
             for entry in part.chunks:
                 if entry.pack != DERIVED and entry.nbytes:
                     phase = 2 if entry.ranks else int(specs[entry.spec].role != MASTER)
+                    phase = phase if phased else 0
                     where = (part.packs[entry.pack].key, entry.start, entry.length, entry.nbytes)
                     found.setdefault((phase, *where, entry.digest, part.codec_of(entry)), []).append((part, entry))
         self.order: list[Place] = []

@@ -198,10 +198,10 @@ class Repository:
         parts = tuple(decode_part(self.read_pinned(ref, commit.index.key), specs, ref.key) for ref in refs)
         return Index(commit, root, specs, parts)
 
-    def write_index(self, key: str, content: IndexPart | IndexRoot) -> FileRef:
+    def write_index(self, key: str, content: IndexPart | IndexRoot, *, overwrite: bool = False) -> FileRef:
         """Store one index file durably and return its reference."""
         data = encode_index(content)
-        self.store.put(key, data)
+        self.store.put(key, data, overwrite=overwrite)
         return FileRef(key=key, digest=digest(data), nbytes=len(data))
 
     def commit(self, body: CommitBody, *, overwrite: bool = False) -> int:

@@ -38,11 +38,11 @@ def collect(engine_objects: Mapping[str, Any], extra: Mapping[str, Any] | None) 
     Raises:
         ConfigError: a value that cannot be stored, named by its path.
     """
-    items = [_item(name, ENGINE, tree, f"engine state {name!r}") for name, tree in engine_objects.items()]
-    items.append(_item("rng", RNG, capture_rng(), "random generator state"))
+    items = [encode_item(name, ENGINE, tree, f"engine state {name!r}") for name, tree in engine_objects.items()]
+    items.append(encode_item("rng", RNG, capture_rng(), "random generator state"))
     for name, value in checked_extra(extra).items():
         if is_stateful(value):
-            items.append(_item(name, EXTRA, value.state_dict(), f"extra[{name!r}].state_dict()"))
+            items.append(encode_item(name, EXTRA, value.state_dict(), f"extra[{name!r}].state_dict()"))
         else:
             items.append(_plain_item(name, value))
     return items
@@ -50,7 +50,7 @@ def collect(engine_objects: Mapping[str, Any], extra: Mapping[str, Any] | None) 
 
 def _plain_item(name: str, value: Any) -> Item:
     try:
-        return _item(name, VALUE, value, f"extra[{name!r}]")
+        return encode_item(name, VALUE, value, f"extra[{name!r}]")
     except ConfigError as error:
         if isinstance(value, Mapping | list | tuple):
             raise
@@ -82,7 +82,8 @@ def is_stateful(value: object) -> bool:
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
 
 
-def _item(name: str, kind: str, tree: Any, path: str) -> Item:
+def encode_item(name: str, kind: str, tree: Any, path: str) -> Item:
+    """Return an object of a kind, encoded. ``path``: what errors call it. Raises :class:`ConfigError`."""
     document, tensors = encode_object(tree, path)
     if len(document) > MAX_CHUNK:
         raise ConfigError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
@@ -14,56 +15,93 @@ from ckpt.repo.holders import holder_table
 from ckpt.repo.repository import Repository
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from ckpt.format.holders import HolderTable
-    from ckpt.runtime.agree import Hello, JobPlan
+    from ckpt.format.manifest import FileRef, PackRef
+    from ckpt.runtime.agree import JobPlan
     from ckpt.runtime.writing import Attempt, Done
+    from ckpt.store.base import Store
+
+LOOKS = 16
+"""Files that rank 0 asks the store for at once."""
 
 
 def check_written(attempt: Attempt, done: Sequence[Done], beat: Callable[[], None]) -> None:
     """Raise :class:`SplitRoot` if rank 0 does not see every file that a rank says it has written."""
-    for rank, one in enumerate(done):
-        for key, nbytes in ((one.part.key, one.part.nbytes), *((p.key, p.nbytes) for p in one.packs)):
-            size = attempt.store.size(key)
-            beat()
-            if size != nbytes:
-                raise SplitRoot(
-                    f"{key}: rank {rank} wrote {nbytes} bytes, rank 0 finds "
-                    f"{'nothing' if size is None else f'{size} bytes'} in {attempt.store.url}"
-                )
+    files: list[tuple[int, FileRef | PackRef]] = [(rank, one.part) for rank, one in enumerate(done)]
+    files += [(rank, pack) for rank, one in enumerate(done) for pack in one.packs]
+    for (rank, file), size in zip(files, _sizes(attempt.store, [file.key for _, file in files]), strict=True):
+        beat()
+        if size != file.nbytes:
+            raise SplitRoot(
+                f"{file.key}: rank {rank} wrote {file.nbytes} bytes, rank 0 finds "
+                f"{'nothing' if size is None else f'{size} bytes'} in {attempt.store.url}"
+            )
+
+
+def _sizes(store: Store, keys: Sequence[str]) -> Iterator[int | None]:
+    """Yield the sizes of objects; of many several at once, since a thousand answers of an object store take minutes."""
+    if len(keys) <= LOOKS:
+        yield from map(store.size, keys)
+        return
+    pool = ThreadPoolExecutor(LOOKS, "ckpt-look")
+    try:
+        yield from pool.map(store.size, keys)
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def totals_of(job: JobPlan, done: Sequence[Done], divergences: Sequence[Divergence]) -> dict[str, int]:
+    """Return what a commit tells of the whole step, in bytes and counts."""
+    return {
+        "bytes_held": job.graph.bytes_held(),
+        "bytes_unique": job.graph.bytes_unique(),
+        "bytes_written": sum(d.written for d in done),
+        "bytes_reused": sum(d.reused for d in done),
+        "bytes_derived": sum(d.derived for d in done),
+        "chunks": len(job.plan.chunks),
+        "divergences": len(divergences),
+    }
 
 
 def publish(
     attempt: Attempt,
     job: JobPlan,
-    hellos: Sequence[Hello],
+    engine: str,
+    hosts: tuple[str, ...],
     done: Sequence[Done],
     divergences: Sequence[Divergence],
     totals: dict[str, int],
+    *,
+    again: bool = False,
 ) -> int:
-    """Write the index root and commit. Returns the bytes of both."""
-    repo, engine = Repository(attempt.store), hellos[0].engine
+    """Write the index root and commit. Returns the bytes of both.
+
+    ``engine``: kind of the adapter. ``hosts``: name of each rank's host; empty if not known. ``again``: an earlier run
+    of the same attempt may have written the root already.
+    """
+    repo = Repository(attempt.store)
     root = IndexRoot(
         format=VERSION,
         step=attempt.step,
         attempt=attempt.name,
-        world=len(hellos),
+        world=job.graph.world,
         layout=from_raw(job.layout),
         specs=tuple((s.fqn, s.role, s.dtype, s.shape) for s in job.graph.specs),
         derived=tuple(sorted(job.graph.derived)),
         aliases=job.graph.aliases,
         parts=tuple(d.part for d in done),
         divergences=tuple(divergences),
-        holders=_holders_of(job, tuple(h.host for h in hellos)),
+        holders=_holders_of(job, hosts),
     )
-    index = repo.write_index(attempt.key("index/root.json.zst"), root)
+    index = repo.write_index(attempt.key("index/root.json.zst"), root, overwrite=again)
     body = CommitBody(
         format=VERSION,
         features=(CODEC,) if any(d.encoded for d in done) else (),
         step=attempt.step,
         attempt=attempt.name,
-        world=len(hellos),
+        world=job.graph.world,
         engine=engine,
         created=now(),
         software=_software(engine),

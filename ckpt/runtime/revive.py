@@ -75,7 +75,7 @@ def choose_objects(
         if kind == ENGINE:
             continue
         part, entry = _mine(variants, rank, saved_world)
-        tree = _decode(store, part, entry)
+        tree = decode_entry(store, part, entry)
         if kind == RNG:
             saved.rng, saved.rng_is_own = tree, rank < saved_world
         elif kind in (EXTRA, VALUE):
@@ -116,7 +116,7 @@ def _engine_variants(
             objects[key] = {}
             for name, (part, entry) in chosen.items():
                 if (name, id(entry)) not in decoded:
-                    decoded[name, id(entry)] = _decode(store, part, entry)
+                    decoded[name, id(entry)] = decode_entry(store, part, entry)
                 objects[key][name] = decoded[name, id(entry)]
     return list(objects.values())
 
@@ -129,7 +129,8 @@ def _mine(variants: list[tuple[IndexPart, ObjectEntry]], rank: int, saved_world:
     return min(variants, key=lambda pair: min(pair[1].ranks, default=saved_world))
 
 
-def _decode(store: Store, part: IndexPart, entry: ObjectEntry) -> Any:
+def decode_entry(store: Store, part: IndexPart, entry: ObjectEntry) -> Any:
+    """Return the tree of one object. Errors: DigestMismatch, MissingChunk, MalformedData."""
     what = f"object {entry.name!r}"
     document = read_blob(store, part.packs[entry.document.pack].key, entry.document, what)
     tensors = []

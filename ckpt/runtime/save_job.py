@@ -28,7 +28,7 @@ from ckpt.runtime.digesting import Digests, views
 from ckpt.runtime.extras import item_outputs, owned_items
 from ckpt.runtime.memory import blocks_of
 from ckpt.runtime.packing import Packer
-from ckpt.runtime.publish import check_written, publish
+from ckpt.runtime.publish import check_written, publish, totals_of
 from ckpt.runtime.settling import Found, compare, outputs_of, settle
 from ckpt.runtime.snapshot import changed
 from ckpt.runtime.stage import stage_chunks
@@ -315,13 +315,14 @@ class SaveJob:
     ) -> SaveReport:
         comm = self.comm
         done = [msgspec.msgpack.decode(data, type=Done) for data in comm.share("written", msgspec.msgpack.encode(own))]
-        totals = _totals(job, done, divergences)
+        totals = totals_of(job, done, divergences)
         if comm.rank == 0:
             _tell(done)
 
         def work() -> bytes:
             check_written(attempt, done, comm.beat)
-            return msgspec.msgpack.encode(publish(attempt, job, hellos, done, divergences, totals))
+            hosts = tuple(h.host for h in hellos)
+            return msgspec.msgpack.encode(publish(attempt, job, hellos[0].engine, hosts, done, divergences, totals))
 
         try:
             size = comm.on_root("commit", work)
@@ -361,15 +362,3 @@ def _tell(done: list[Done]) -> None:
     nbytes, shown = sum(d.underived for d in done), next((d.underived_shown for d in done if d.underived_shown), [])
     if nbytes:
         log.info("%d bytes of params are not cast(master) and were stored: %s", nbytes, shown[0])
-
-
-def _totals(job: JobPlan, done: list[Done], divergences: list[Divergence]) -> dict[str, int]:
-    return {
-        "bytes_held": job.graph.bytes_held(),
-        "bytes_unique": job.graph.bytes_unique(),
-        "bytes_written": sum(d.written for d in done),
-        "bytes_reused": sum(d.reused for d in done),
-        "bytes_derived": sum(d.derived for d in done),
-        "chunks": len(job.plan.chunks),
-        "divergences": len(divergences),
-    }

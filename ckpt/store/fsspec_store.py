@@ -72,6 +72,11 @@ class FsspecStore:
         self._options = options
         self._connect()
 
+    @property
+    def address(self) -> str | None:
+        """URL by which another process opens it; None if that is not enough."""
+        return None if self._options or self._memory else self._text
+
     def _connect(self) -> None:
         """Make a file system of our own: shared ones share connections, which not every protocol can stand."""
         with mapped("", self.url, "open"):

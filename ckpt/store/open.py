@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-from urllib.parse import unquote
+from urllib.parse import quote, unquote
 
 from ckpt.errors import ConfigError
 from ckpt.store.base import Store
+from ckpt.store.forward import Forward
 from ckpt.store.local import LocalStore
 
 Root = str | os.PathLike[str] | Store
@@ -55,6 +56,24 @@ def open_store(root: Root) -> Store:
     if not slash or "?" in text or "#" in text:  # would silently be another directory
         raise ConfigError(f"root {text!r}: expected file:///path, with '?' and '#' written as %3F and %23")
     return _local(unquote("/" + path, errors="surrogateescape"), text)
+
+
+def address(store: Store) -> str:
+    """Return a URL by which another process opens the same store; it may hold a password, so it is for no message.
+
+    Wrappers change neither keys nor bytes, so it is that of the store below.
+
+    Raises:
+        ConfigError: only this process has it.
+    """
+    while isinstance(store, Forward):
+        store = store.inner
+    if isinstance(store, LocalStore):
+        return f"file://{quote(os.fsencode(store.root))}"
+    found = getattr(store, "address", None)
+    if not isinstance(found, str):
+        raise ConfigError(f"no other process can open {store.url}, so there can be no workers")
+    return found
 
 
 def _local(path: str, given: str) -> LocalStore:

@@ -17,7 +17,7 @@ from ckpt.errors import ObjectExists, StoreError, StoreUnavailable
 from ckpt.store.base import Buffer, ObjectInfo, Orphan, check_key
 from ckpt.store.s3_client import Api, Body, Tries, crc32, told
 from ckpt.store.s3_errors import Fault, Kind, to_error
-from ckpt.store.s3_options import S3Options, parse, tell
+from ckpt.store.s3_options import S3Options, address, parse, tell
 from ckpt.store.s3_writer import NONCE, S3Writer
 
 if TYPE_CHECKING:
@@ -46,6 +46,11 @@ class S3Store:
         self.bucket, self.prefix, self.options = bucket, prefix, options or S3Options()
         self.url = tell(bucket, prefix, self.options.told_endpoint)
         self.api = Api(self.url, self.options)
+
+    @property
+    def address(self) -> str:
+        """URL by which another process opens it."""
+        return address(self.bucket, self.prefix, self.options)
 
     @classmethod
     def from_url(cls, url: str) -> S3Store:

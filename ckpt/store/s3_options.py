@@ -6,7 +6,7 @@ import math
 import os
 import re
 from dataclasses import dataclass, fields
-from urllib.parse import parse_qsl, quote, unquote, urlsplit
+from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit
 
 from ckpt.errors import ConfigError
 from ckpt.store.base import check_key
@@ -107,6 +107,15 @@ def tell(bucket: str, prefix: str, endpoint: str) -> str:
     """Return the URL of a place: the same for everybody who means it, and :func:`parse` brings it back."""
     place = f"s3://{bucket}/{quote(prefix)}" if prefix else f"s3://{bucket}"
     return place + (f"?endpoint={quote(endpoint, safe=':/[]')}" if endpoint else "")
+
+
+def address(bucket: str, prefix: str, options: S3Options) -> str:
+    """Return the URL that :func:`parse` makes the same of, options included."""
+    values = {one.name: getattr(options, one.name) for one in fields(S3Options) if one.name != "endpoint"}
+    given = {name: value for name, value in values.items() if value != getattr(S3Options(), name)}
+    endpoint = {"endpoint": options.endpoint} if options.endpoint else {}
+    query = urlencode({**endpoint, **given})
+    return tell(bucket, prefix, "") + (f"?{query}" if query else "")
 
 
 def _options(query: str) -> S3Options:

@@ -9,8 +9,8 @@ import pytest
 
 from ckpt.errors import ConfigError
 from ckpt.store.memory import MemoryStore
-from ckpt.store.open import default_root, open_store
-from ckpt.store.wrappers import Limited
+from ckpt.store.open import address, default_root, open_store
+from ckpt.store.wrappers import Limited, Rate
 
 
 @pytest.mark.parametrize(
@@ -120,3 +120,25 @@ def test_the_default_is_the_environments_else_checkpoints(monkeypatch):
     assert default_root(None) == "/env"
     assert default_root("/mine") == "/mine"
     assert os.environ["CKPT_ROOT"] == "/env"
+
+
+@pytest.mark.parametrize(
+    "root",
+    [
+        "/data/a b#c?d", "./file:/x", os.fsdecode(b"/data/\xff"), "s3://bucket/a%20b", "s3://bucket",
+        "s3://bucket/p?endpoint=http://[::1]:9000&region=x&concurrency=3&retry_s=0.5&sign=no",
+    ],
+    ids=ascii,
+)  # fmt: skip
+def test_a_store_is_opened_again_by_its_address(root):
+    store = Limited(open_store(root), Rate(1e9))
+    again = open_store(address(store))
+    assert again.url == store.url
+    assert getattr(again, "root", None) == getattr(store, "root", None)
+    assert getattr(again, "options", None) == getattr(store, "options", None)
+
+
+def test_what_only_this_process_has_has_no_address():
+    for store in (MemoryStore(), open_store("memory://address/run")):
+        with pytest.raises(ConfigError, match="no other process"):
+            address(store)

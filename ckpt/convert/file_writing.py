@@ -1,0 +1,242 @@
+"""Writing a checkpoint as files of another format: claim the place, write each file whole, the one that counts last.
+
+A mark at the place (:data:`MARK`) names the conversion, so that a run after one that was killed keeps what is finished,
+and another conversion does not begin there. Whoever loads the checkpoint finds it by its last file, and never reads the
+mark.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ckpt.convert.assemble import Assembler
+from ckpt.convert.committing import TEMP, named_after
+from ckpt.convert.file_bands import Lane, merged, width_of, write_band
+from ckpt.convert.options import Written
+from ckpt.convert.plan_ours import shares
+from ckpt.errors import ConfigError, MalformedData
+from ckpt.store.base import HasOrphans
+from ckpt.store.blocks import Blocks
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from ckpt.convert.opened import Opened
+    from ckpt.convert.options import WriteOptions
+    from ckpt.convert.torch_write import Feed
+    from ckpt.layout.spec import Shard
+    from ckpt.store.base import Buffer, Store
+
+    Make = Callable[[], "WritableFile"]
+
+MARK = "ckpt-reshard.json"
+_MAX_MARK = 1 << 16
+_SHOWN = 4
+
+
+class WritableFile(Protocol):
+    """A file that is to be written."""
+
+    @property
+    def nbytes(self) -> int:
+        """Of the whole file, exactly."""
+
+    @property
+    def identity(self) -> bytes:
+        """Equal for files that will be filled alike."""
+
+    @property
+    def wants(self) -> list[Shard]:
+        """What of the source goes into it, in the order of the file."""
+
+    def write(self, write: Callable[[Buffer], None], feed: Feed) -> None:
+        """Hand the file's bytes to ``write``, front to back; ``feed`` returns the bytes of wants."""
+
+
+class Meter:
+    """Counts bytes for all workers and tells of them, one at a time."""
+
+    def __init__(self, total: int, progress: Callable[[int, int], None] | None) -> None:
+        self._total, self._progress, self._done = total, progress, 0
+        self._lock = threading.Lock()
+
+    def add(self, nbytes: int) -> None:
+        """Note that bytes are there."""
+        with self._lock:
+            self._done += nbytes
+            if self._progress is not None:
+                self._progress(self._done, self._total)
+
+
+def write_files(
+    opened: Opened,
+    store: Store,
+    options: WriteOptions,
+    files: Sequence[tuple[str, Make]],
+    last: Mapping[str, bytes],
+    *,
+    side_by_side: bool = False,
+) -> Written:
+    """Write files, and then ``last``. Nothing is written if the place is not free, or the options ask for a dry run.
+
+    Args:
+        opened: the source.
+        store: root of the target: empty, or left by an earlier run of this conversion.
+        options: see :class:`~ckpt.convert.options.WriteOptions`; several workers are threads.
+        files: key, and what makes the file; it is made more than once, and not kept.
+        last: small files by key, which are there only when all others are; replaced if they exist.
+        side_by_side: neighbouring files want parts of the same tensors (:mod:`ckpt.convert.file_bands`).
+
+    Raises:
+        ConfigError: there is something else at the place.
+        StoreError: the source cannot be read or the target not be written. What is finished stays.
+        IntegrityError, FormatError: the source is damaged.
+    """
+    sizes, widths, name = _survey(opened, files, last)
+    total = sum(sizes.values()) + sum(map(len, last.values()))
+    known = _look(store, name, resume=options.resume)
+    memory, room = shares(options)
+    assemblers = [Assembler(opened, memory=memory, cast=True) for _ in range(max(1, options.workers))]
+    present = {key for key, nbytes in sizes.items() if known and store.size(key) == nbytes}
+    bands = _bands([one for one in files if one[0] not in present], widths if side_by_side else {})
+    if options.dry_run:
+        wants = ([make().wants for _, make in band] for band in bands)
+        read = sum(assemblers[0].estimate(want for _, want in merged(one)) for one in wants)
+    else:
+        _claim(store, name, files, present)
+        meter = Meter(total, options.progress)
+        meter.add(sum(sizes[key] for key in present))
+        _write_all(store, bands, assemblers, room, meter)
+        for key, data in last.items():
+            store.put(key, data, overwrite=True)
+            meter.add(len(data))
+        read = sum(assembler.bytes_read for assembler in assemblers)
+    there = sum(sizes[key] for key in present)
+    return Written(
+        format="",
+        where=store.url,
+        step=opened.step if options.step is None else options.step,
+        bytes_read=read,
+        bytes_written=total - there,
+        bytes_present=there,
+        files=(*(key for key, _ in files), *last),
+        memory=max(1, options.workers) * (memory + room),
+    )
+
+
+def _survey(
+    opened: Opened, files: Sequence[tuple[str, Make]], last: Mapping[str, bytes]
+) -> tuple[dict[str, int], dict[str, int], str]:
+    """Return of each file its size and how many like it to write side by side, and the name of the conversion: that
+    follows from everything that is written.
+    """
+    sizes: dict[str, int] = {}
+    widths: dict[str, int] = {}
+    content = []
+    for key, make in files:
+        file = make()
+        sizes[key], widths[key] = file.nbytes, width_of(file.wants)
+        content.append((key, file.nbytes, file.identity))
+    return sizes, widths, named_after(opened, (content, sorted(last.items())))
+
+
+def _bands(files: Sequence[tuple[str, Make]], widths: Mapping[str, int]) -> list[list[tuple[str, Make]]]:
+    bands: list[list[tuple[str, Make]]] = []
+    for one in files:
+        if bands and len(bands[-1]) < min(widths.get(key, 1) for key, _ in [*bands[-1], one]):
+            bands[-1].append(one)
+        else:
+            bands.append([one])
+    return bands
+
+
+def _look(store: Store, name: str, *, resume: bool) -> bool:
+    """Is the place that of an earlier run of this conversion? Else it must be empty."""
+    names = [one for one in store.children("") if not one.startswith(TEMP)]
+    if not names:
+        return False
+    if MARK not in names:
+        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+        raise ConfigError(f"{store.url} is not empty ({', '.join(sorted(names)[:_SHOWN])}{more}): choose another place")
+    if not resume or _marked(store) != name:
+        raise ConfigError(f"{store.url} holds another conversion, begun or done ({MARK}): choose another place")
+    return True
+
+
+def _marked(store: Store) -> Any:
+    data = store.get(MARK, 0, _MAX_MARK)
+    try:
+        found = json.loads(data)
+        return found["conversion"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise MalformedData(f"{MARK} in {store.url}: expected the name of a conversion") from error
+
+
+def _claim(store: Store, name: str, files: Sequence[tuple[str, Make]], present: set[str]) -> None:
+    text = json.dumps({"conversion": name, "by": "ckpt-reshard"}, indent=2) + "\n"
+    store.put(MARK, text.encode(), overwrite=True)
+    folders = {key.rpartition("/")[0] for key, _ in files if key not in present}
+    for folder in sorted(folders - {""}):
+        for info in list(store.walk(folder)):
+            if info.key.rpartition("/")[2].startswith(TEMP):  # of a run that was killed
+                store.delete(info.key)
+        if isinstance(store, HasOrphans):
+            for orphan in store.orphans(folder):
+                store.abort(orphan)
+
+
+def _write_all(
+    store: Store,
+    bands: Sequence[Sequence[tuple[str, Make]]],
+    assemblers: Sequence[Assembler],
+    room: int,
+    meter: Meter,
+) -> None:
+    waiting = iter(bands)
+    lock, failed = threading.Lock(), threading.Event()
+
+    def work(assembler: Assembler) -> None:
+        blocks = Blocks(room)
+        while not failed.is_set():
+            with lock:
+                following = next(waiting, None)
+            if following is None:
+                return
+            try:
+                _write(store, [(key, make()) for key, make in following], assembler, blocks, meter)
+            except BaseException:
+                failed.set()  # the others end with the file that they are at
+                raise
+
+    if len(assemblers) == 1:
+        work(assemblers[0])
+        return
+    with ThreadPoolExecutor(len(assemblers), "ckpt-write") as pool:
+        running = [pool.submit(work, assembler) for assembler in assemblers]
+    for one in running:
+        one.result()
+
+
+def _write(
+    store: Store, files: Sequence[tuple[str, WritableFile]], assembler: Assembler, blocks: Blocks, meter: Meter
+) -> None:
+    if len(files) > 1:
+        wants = [file.wants for _, file in files]
+        lanes = [Lane(store, key, file.nbytes, blocks, file.write, meter.add) for key, file in files]
+        write_band(wants, lanes, assembler)
+        return
+    ((key, file),) = files
+
+    def write(data: Buffer) -> None:
+        writer.write(data)
+        meter.add(memoryview(data).nbytes)
+
+    def feed(wants: Sequence[Shard]) -> Iterator[memoryview]:
+        return (piece.data for piece in assembler.pieces(wants))
+
+    with store.writer(key, size=file.nbytes, blocks=blocks) as writer:
+        file.write(write, feed)
+        writer.finish()

@@ -1,0 +1,172 @@
+"""Which format a checkpoint has, told by the names of its files, and who reads and writes each format."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ckpt.errors import AccessDenied, ConfigError, NoSuchCheckpoint, StoreError, StoreUnavailable
+from ckpt.store.forward import Forward
+from ckpt.store.local import LocalStore
+from ckpt.store.open import open_store
+from ckpt.words import some
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from ckpt.convert.opened import Opened
+    from ckpt.convert.options import ReadOptions, WriteOptions, Written
+    from ckpt.convert.target import Target
+    from ckpt.store.base import ObjectInfo, Store
+
+    Writer = Callable[[Opened, Store, Target, WriteOptions], Written]
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """A format by name. ``shows``: the names that it is known by. ``reader``, ``writer``: modules of this folder, empty
+    if it is not read or written. ``engine``: what alone can cut an optimizer as this format stores it. ``before``:
+    formats whose names are there too, of files that belong to this one. ``weights``: it holds nothing but parameters
+    and buffers.
+    """
+
+    name: str
+    title: str
+    shows: str
+    reader: str = ""
+    writer: str = ""
+    engine: str | None = None
+    before: tuple[str, ...] = ()
+    weights: bool = False
+
+
+FORMATS = {
+    one.name: one
+    for one in (
+        Format("ckpt", "a repository of this library", "ckpt.json", "read_ours", "write_ours"),
+        Format(
+            "deepspeed", "DeepSpeed", "mp_rank_*_model_states.pt or zero_pp_rank_*_model_states.pt, in a folder or in "
+            "global_step*/", "read_deepspeed", "write_deepspeed", "deepspeed", ("torch",),
+        ),
+        Format(
+            "universal", "DeepSpeed universal", "mp_rank_*_model_states.pt beside zero/, in a folder or *_universal/",
+            "read_universal", "write_universal", "deepspeed", ("torch",),
+        ),
+        Format("dcp", "torch.distributed.checkpoint", ".metadata", "read_dcp", "write_dcp", before=("torch",)),
+        Format("megatron", "Megatron-core", ".metadata and common.pt", "read_megatron", before=("dcp", "torch")),
+        Format(
+            "safetensors", "as Hugging Face has them", "*.safetensors", "read_safetensors", "write_safetensors",
+            before=("torch",), weights=True,
+        ),
+        Format("torch", "a state dict by torch.save", "*.pt, *.pth or *.bin", "read_torch"),
+    )
+}  # fmt: skip
+"""Name -> format, in the order in which they are told."""
+
+READABLE = tuple(one.name for one in FORMATS.values() if one.reader)
+WRITABLE = tuple(one.name for one in FORMATS.values() if one.writer)
+
+
+def open_source(url: str, *, step: int | None = None, options: ReadOptions, format: str | None = None) -> Opened:
+    """Open the checkpoint at a path or URL, which may also be that of a single file.
+
+    Args:
+        url: anything that ``ckpt.store.open`` opens.
+        step: which one, where there are several; None: the newest.
+        options: how it is read.
+        format: a name of :data:`READABLE`; None: found by looking.
+
+    Raises:
+        NoSuchCheckpoint: nothing there has the names of any format.
+        ConfigError: several formats are there, or an unknown one was asked for.
+        CkptError: whatever the reader finds.
+    """
+    if format is not None and format not in READABLE:
+        raise ConfigError(f"format {format!r} is not read, expected one of {', '.join(READABLE)}")
+    store = _store_of(url)
+    chosen = format if format is not None else format_of(store)
+    opened: Opened = _function(FORMATS[chosen].reader, "open")(store, store.url, step=step, options=options)
+    return opened
+
+
+def format_of(store: Store) -> str:
+    """Return the name of the format of what is in a store, told by the names of its files.
+
+    Raises:
+        NoSuchCheckpoint: of none.
+        ConfigError: of several.
+    """
+    found = [one for one in FORMATS.values() if one.reader and _is(one, store)]
+    inner = {name for one in found for name in one.before}
+    found = [one for one in found if one.name not in inner]
+    if len(found) == 1:
+        return found[0].name
+    if found:
+        several = " and ".join(f"{one.name} ({one.shows})" for one in found)
+        raise ConfigError(f"{store.url} has the names of {several}: say which one is meant (--from, or its own folder)")
+    there = sorted(store.children(""))
+    here = f"found {some(there)}" if there else "there is nothing"
+    looked = [f"{one.name} ({one.title}): {one.shows}" for one in FORMATS.values() if one.reader]
+    problem = f"no checkpoint of a known format in {store.url}: {here}, and nothing of this"
+    raise NoSuchCheckpoint("\n  - ".join([problem, *looked]))
+
+
+def writer_of(format: str) -> Writer:
+    """Return the function that writes a format.
+
+    Raises:
+        ConfigError: it is not written, or no such format; the message lists those that are.
+    """
+    if format not in WRITABLE:
+        raise ConfigError(f"format {format!r} is not written, expected one of {', '.join(WRITABLE)}")
+    found: Writer = _function(FORMATS[format].writer, "write")
+    return found
+
+
+def _is(format: Format, store: Store) -> bool:
+    return bool(_function(format.reader, "is")(store))
+
+
+def _function(module: str, verb: str) -> Any:
+    """Return ``<verb>_<format>`` of a module, imported only now: one format must not need what another one needs."""
+    return getattr(importlib.import_module(f"ckpt.convert.{module}"), f"{verb}_{module.partition('_')[2]}")
+
+
+# ------------------------------------------------------------------------------------------------- a file by itself
+
+
+class OneFile(Forward):
+    """A store of which only one object is seen, and that is all of the source."""
+
+    def __init__(self, store: Store, key: str) -> None:
+        super().__init__(store)
+        self.key = key
+        self.url = f"{store.url.rstrip('/')}/{key}"
+        if isinstance(store, LocalStore):  # this store's place is the file, not the folder around it
+            self.root = f"{store.root.rstrip('/')}/{key}"
+
+    def children(self, prefix: str) -> list[str]:
+        """See :class:`~ckpt.store.base.Store`."""
+        return [] if prefix else [self.key]
+
+    def walk(self, prefix: str) -> Iterator[ObjectInfo]:
+        """See :class:`~ckpt.store.base.Store`."""
+        return (info for info in self.inner.walk(prefix) if info.key == self.key)
+
+
+def _store_of(url: str) -> Store:
+    """Return the store of a source; of a single file, one that has nothing else."""
+    place, mark, query = str(url).partition("?")
+    parent, slash, name = place.rstrip("/").rpartition("/")
+    if "." in name and name.strip(".") and not parent.endswith(":/"):
+        root = parent + "/" if parent.endswith("//") else parent or ("/" if slash else ".")
+        store = open_store(root + mark + query)
+        try:
+            store.get(name, 0, 1)
+            return OneFile(store, name)
+        except (AccessDenied, StoreUnavailable):
+            raise
+        except StoreError:  # nothing is there, or a folder
+            pass
+    return open_store(url)

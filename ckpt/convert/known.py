@@ -1,0 +1,48 @@
+"""In which layout a source was saved, as far as it says: what a user leaves open stays like that in the target."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ckpt.convert.committing import PREFIX
+from ckpt.convert.naming import layer_of, stack_of
+
+if TYPE_CHECKING:
+    from ckpt.convert.opened import Opened
+
+
+def known_layout(opened: Opened) -> tuple[dict[str, int], tuple[int, ...]]:
+    """Return the degrees and the ZeRO stage of the job that saved a source, and the layers of its pipeline stages.
+
+    A checkpoint of ours has them from what DeepSpeed's adapter keeps of the engine. One that was converted has them of
+    the job before the conversion: they say nothing.
+    """
+    stages = _stages(opened)
+    if opened.degrees:
+        return dict(opened.degrees), stages if opened.degrees.get("pp", 1) == len(stages) else ()
+    setup = next((one.tree for one in opened.objects if one.name == "setup" and isinstance(one.tree, dict)), {})
+    dp, pp = setup.get("data_parallel_world_size", 0), max(1, len(stages))
+    if _is_converted(opened) or dp < 1 or opened.world % (dp * pp):
+        return {}, ()
+    degrees = {"dp": dp, "tp": opened.world // (dp * pp), "pp": pp, "zero": int(setup.get("zero_stage", 0))}
+    return degrees, stages
+
+
+def _is_converted(opened: Opened) -> bool:
+    return any(f"/{PREFIX}" in pack.key for part in opened.parts for pack in part.packs)
+
+
+def _stages(opened: Opened) -> tuple[int, ...]:
+    """Return the layers of each stage, told by which ranks' optimizers have parameters of which; empty if of one."""
+    stack = stack_of({spec.fqn for spec in opened.specs})
+    held = set[frozenset[int]]()
+    for one in opened.objects:
+        if one.name == "optimizer" and one.tree:
+            names = (fqn for group in one.tree.get("groups", ()) for fqn in group["params"])
+            held.add(frozenset(n for fqn in names if (n := layer_of(fqn, stack)) is not None))
+    if len(held) < 2 or not all(held) or sum(map(len, held)) != len(frozenset.union(*held)):
+        return ()
+    firsts = sorted(min(layers) for layers in held)
+    numbers = (layer_of(spec.fqn, stack) for spec in opened.specs)
+    end = 1 + max(n for n in numbers if n is not None)
+    return tuple(b - a for a, b in zip([0, *firsts[1:]], [*firsts[1:], end], strict=True))

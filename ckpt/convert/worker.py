@@ -1,0 +1,47 @@
+"""A worker process of a conversion (``python -m ckpt.convert.worker``); :mod:`ckpt.convert.workers` starts it."""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+from typing import IO
+
+import msgspec
+
+from ckpt.convert.workers import Message, Work, receive, send
+from ckpt.errors import to_wire
+from ckpt.store.open import open_store
+
+
+def main() -> None:
+    """Do what comes in until nobody sends any more (:func:`_listen`), or something fails."""
+    told = os.fdopen(os.dup(0), "rb")
+    says = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # whatever prints must not end up among the messages
+    todo: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    threading.Thread(target=_listen, args=(told, todo), daemon=True).start()
+    try:
+        _work(todo, says)
+    except Exception as error:
+        send(says, Message(error=to_wire(error)))
+
+
+def _work(todo: queue.SimpleQueue[bytes], says: IO[bytes]) -> None:
+    work = msgspec.msgpack.decode(todo.get(), type=Work)
+    writer = work.writer(work.opened(), open_store(work.target), lambda nbytes: send(says, Message(moved=nbytes)))
+    while True:
+        task = msgspec.msgpack.decode(todo.get(), type=Message).task
+        if task is not None:
+            send(says, Message(wrote=writer.run(task, resume=work.resume)))
+
+
+def _listen(told: IO[bytes], todo: queue.SimpleQueue[bytes]) -> None:
+    """Hand on what comes. When the pipe ends, whoever started this is gone, and there is nobody to work for."""
+    while (data := receive(told)) is not None:
+        todo.put(data)
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    main()
