@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 def known_layout(opened: Opened) -> tuple[dict[str, int], tuple[int, ...]]:
     """Return the degrees and the ZeRO stage of the job that saved a source, and the layers of its pipeline stages.
 
-    A checkpoint of ours has them from what DeepSpeed's adapter keeps of the engine. One that was converted has them of
-    the job before the conversion: they say nothing.
+    A checkpoint of ours has them from what DeepSpeed's adapter keeps of the engine. What a converted one has of that is
+    of the job before the conversion, and says nothing: its commit has the target's degrees.
     """
     stages = _stages(opened)
     if opened.degrees:

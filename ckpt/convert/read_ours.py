@@ -45,6 +45,7 @@ def open_ours(store: Store, where: str, *, step: int | None = None, options: Rea
         step=index.root.step,
         world=index.root.world,
         engine=index.commit.engine,
+        degrees=index.commit.degrees,
         specs=index.specs,
         parts=index.parts,
         derived=index.root.derived,

@@ -52,7 +52,9 @@ def write_ours(opened: Opened, store: Store, target: Target, options: WriteOptio
         attempt = Attempt(store, place.step, place.attempt, None, None, [])
         check_written(attempt, done, lambda: None)
         engine = opened.engine or opened.format
-        size = publish(attempt, made.job, engine, (), done, (), totals_of(made.job, done, ()), again=True)
+        totals = totals_of(made.job, done, ())
+        degrees = {axis: getattr(target.parallel, axis) for axis in ("dp", "tp", "pp", "ep", "zero")}
+        size = publish(attempt, made.job, engine, (), done, (), totals, again=True, degrees=degrees)
     tidy(store, place)
     return written(made, store, place, done, wrote, size)
 

@@ -231,6 +231,8 @@ class CommitBody(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     index: FileRef
     codecs: dict[str, RoleCodec] = {}
     """per role; for people, and not needed to read the step"""
+    degrees: dict[str, int] = {}
+    """dp, tp, pp, ep and zero of the layout that a conversion arranged the step for; empty after a save"""
 
 
 class _CommitFile(msgspec.Struct, frozen=True, kw_only=True):

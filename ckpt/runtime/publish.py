@@ -15,7 +15,7 @@ from ckpt.repo.holders import holder_table
 from ckpt.repo.repository import Repository
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from ckpt.format.holders import HolderTable
     from ckpt.format.manifest import FileRef, PackRef
@@ -75,11 +75,12 @@ def publish(
     totals: dict[str, int],
     *,
     again: bool = False,
+    degrees: Mapping[str, int] | None = None,
 ) -> int:
     """Write the index root and commit. Returns the bytes of both.
 
     ``engine``: kind of the adapter. ``hosts``: name of each rank's host; empty if not known. ``again``: an earlier run
-    of the same attempt may have written the root already.
+    of the same attempt may have written the root already. ``degrees``: of a conversion's target.
     """
     repo = Repository(attempt.store)
     root = IndexRoot(
@@ -108,6 +109,7 @@ def publish(
         totals=totals,
         index=index,
         codecs=_codecs(done),
+        degrees=dict(degrees or {}),
     )
     return index.nbytes + repo.commit(body, overwrite=attempt.avoid is not None)
 

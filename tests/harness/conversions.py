@@ -5,7 +5,7 @@ read without any of the code that is under test.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,6 +15,7 @@ from ckpt.convert.opened import Builder, Opened
 from ckpt.convert.read_ours import open_ours
 from ckpt.convert.write_ours import write_ours
 from ckpt.describe.exact import rank_layout
+from ckpt.describe.parallel import Parallel
 from ckpt.engine.base import torch_dtype
 from ckpt.format.codec import decode
 from ckpt.format.digest import digest
@@ -41,11 +42,13 @@ class LaidOut:
     """A target that is nothing but layouts."""
 
     layouts: Sequence[RankLayout]
+    parallel: Parallel = field(default_factory=Parallel)
 
 
 def described(description: Description) -> LaidOut:
     """The target of a described job."""
-    return LaidOut([rank_layout(description, rank) for rank in range(description.parallel.ranks)])
+    layouts = [rank_layout(description, rank) for rank in range(description.parallel.ranks)]
+    return LaidOut(layouts, description.parallel)
 
 
 def specs_of(layouts: Iterable[RankLayout]) -> list[TensorSpec]:

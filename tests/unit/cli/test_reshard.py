@@ -67,7 +67,7 @@ def listing(root: Path) -> dict[str, tuple[int, int]]:
 def test_another_number_of_ranks_holds_the_same_and_the_source_is_untouched(root: Path, tmp_path: Path) -> None:
     before = listing(root)
     text = run("reshard", root, tmp_path / "dst", "--dp", "3", "--zero", "1", "--verify").splitlines()
-    assert text[0] == f"from {root}: ckpt, step 7, 1 rank"
+    assert text[0] == f"from {root}: ckpt, step 7, 1 rank (ZeRO-0)"
     assert text[1] == f"to {tmp_path / 'dst'}: ckpt, step 7, dp 3, tp 1, pp 1, ep 1, ZeRO-1"
     assert text[-1] == "verified: 46 tensors of DST equal those of SRC"
     assert text[-2].startswith("46 tensors: ")

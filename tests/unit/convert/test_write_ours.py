@@ -9,6 +9,7 @@ import torch
 
 from ckpt.convert.opened import Loose
 from ckpt.convert.options import WEIGHTS, WriteOptions
+from ckpt.convert.read_ours import open_ours
 from ckpt.convert.tasks import tasks_of
 from ckpt.errors import CheckpointExists, CkptError, ConfigError, DigestMismatch, MissingState, StoreFull
 from ckpt.format.manifest import DERIVED
@@ -92,6 +93,7 @@ def test_it_is_what_the_target_job_would_have_saved(net):
     assert source.objects == before
     commit = Repository(store).read_commit(7)
     assert (commit.world, commit.totals["bytes_written"]) == (5, commit.totals["bytes_unique"])
+    assert open_ours(store, "dst").degrees == {"dp": 5, "tp": 1, "pp": 1, "ep": 1, "zero": 3}
     assert done.bytes_written == sum(map(len, store.objects.values())) - sum(
         len(store.objects[key]) for key in store.objects if key.endswith(("attempt.json", "ckpt.json"))
     )
