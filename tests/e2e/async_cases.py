@@ -275,7 +275,16 @@ def many(rank: int, world: int, *, root: str, kind: str, saves: int, **options: 
 
         return call
 
-    names = ("new_group", "all_gather", "all_to_all_single", "broadcast", "all_reduce", "barrier", "isend", "irecv")
+    names = (
+        "new_group",
+        "all_gather_into_tensor",
+        "all_to_all_single",
+        "broadcast",
+        "all_reduce",
+        "barrier",
+        "isend",
+        "irecv",
+    )
     counts = []
     with mock.patch.multiple(dist, **{name: counted(name) for name in names}):
         for step in range(saves):
