@@ -54,7 +54,8 @@ _FIELDS = {
 _FILE = re.compile(r"__(\d{1,6})_\d+\.distcp")
 """``__<rank>_<number>.distcp``; longer numbers are no rank's."""
 _LAYOUT = "torch.serialization._get_layout"
-_PLAIN = {"torch.Size", "collections.OrderedDict"}
+_PLAIN = {"torch.Size", "collections.OrderedDict", "builtins.getattr"}
+"""``getattr`` of one of these classes only: so the first releases of Python 3.11 write a member of an enumeration."""
 
 T = TypeVar("T")
 
