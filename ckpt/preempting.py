@@ -287,7 +287,9 @@ def _save(engine: object, root: Root | None, options: dict[str, Any]) -> tuple[S
     for _ in range(2):  # the first one may only have told what the asynchronous save before had failed with
         try:
             asked = {k: _asked(v) if k in ("step", "extra") and callable(v) else v for k, v in options.items()}
-            return save(engine, root, **asked), None
+            report = save(engine, root, **asked)
+            log.warning("preemption: step %d is saved in %s", report.step, report.root)
+            return report, None
         except CheckpointExists as error:  # by a save that the loop itself has just made
             log.info("nothing to save before the preemption: %s", error)
             return None, None

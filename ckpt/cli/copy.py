@@ -68,6 +68,8 @@ def cp(
     src, dst = open_store(source), open_store(destination)
     if src.url == dst.url:
         raise ConfigError(f"SRC and DST are the same, {src.url}")
+    if dst.url.startswith(src.url.rstrip("/") + "/"):
+        raise ConfigError(f"DST {dst.url} lies inside of SRC {src.url}, which is only read")
     chosen: list[int] | None = list(steps) or None
     if every:
         repository = Repository(src)

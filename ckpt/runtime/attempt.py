@@ -13,9 +13,10 @@ import msgspec
 
 from ckpt.errors import CheckpointExists, CkptError, SplitRoot
 from ckpt.repo.ages import ALIVE, CREATED
-from ckpt.repo.repository import Repository, attempt_marker
+from ckpt.repo.repository import Repository, attempt_marker, attempt_prefix, step_prefix
 from ckpt.runtime.publish import now
 from ckpt.runtime.writing import Attempt
+from ckpt.store.base import HasFolders
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -103,7 +104,15 @@ def kept_alive(comm: Comm, attempt: Attempt) -> Iterator[None]:
 
 
 def remove(attempt: Attempt) -> None:
-    """Remove what this rank has written, best effort: a full disk should not stay full. ``verify`` names the rest."""
+    """Remove what this rank has written, best effort: a full disk should not stay full. ``verify`` names the rest.
+
+    The last rank to come removes the folders too: a step that has only those would be listed as begun.
+    """
     for key in attempt.made:
         with suppress(Exception):
             attempt.store.delete(key)
+    top = attempt_prefix(attempt.step, attempt.name)
+    for folder in (f"{top}/packs", f"{top}/index", top, step_prefix(attempt.step)):
+        with suppress(Exception):
+            if isinstance(attempt.store, HasFolders):
+                attempt.store.remove_folder(folder)

@@ -244,11 +244,12 @@ class Comm:
         wires = {r: msgspec.json.decode(self.kv.get(f"{key}/error/{r}")) for r in failed}
         if root and wires[0]["ours"]:
             raise error or from_wire(wires[0])
-        alike = len(failed) == self.world and len({w["type"] for w in wires.values()}) == 1
+        types = {w["type"] for w in wires.values()}
+        alike = len(failed) == self.world and len(types) == 1
         if alike and isinstance(error, LayoutError):
             raise with_all_problems(error, wires.values())
-        if alike and isinstance(error, CkptError):
-            raise error
+        if (alike and isinstance(error, CkptError)) or types == {"SaveCancelled"}:  # one rank's word is enough
+            raise error or from_wire(wires[failed[0]])
         raise RankFailure(name, {r: f"{w['type']}: {w['message']}" for r, w in wires.items()}) from error
 
     def _report_failure(self, key: str, error: BaseException) -> None:

@@ -131,8 +131,8 @@ class SaveHandle:
     def cancel(self) -> bool:
         """End the save on all ranks, unless it is about to be committed. Returns whether it will end.
 
-        What was written is removed. ``durable`` fails with :class:`ckpt.SaveCancelled` if all ranks have cancelled,
-        else with a :class:`ckpt.RankFailure` that names those that have.
+        What was written is removed. ``durable`` fails with :class:`ckpt.SaveCancelled` on all ranks, whichever of them
+        have cancelled.
         """
         self.durable.retrieved = True  # whoever cancels need not be told of it by the next save
         return self.end("cancelled")

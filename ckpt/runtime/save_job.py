@@ -174,7 +174,8 @@ class SaveJob:
 
         def on_part(nbytes: int) -> None:
             self.watcher.stored(nbytes)
-            self.comm.beat()
+            if nbytes:  # else this is a wait for the store, which is no sign of life
+                self.comm.beat()
 
         def pack_key(number: int) -> str:
             return attempt.key(f"{key}-{number:03d}.safetensors")

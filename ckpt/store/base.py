@@ -89,7 +89,8 @@ class ObjectWriter(Protocol):
 class WatchedWriter(Protocol):
     """A writer that stores in the background, and says so: who waits in ``finish`` may be waited for himself.
 
-    ``on_part``: called by a thread of the writer before bytes leave, with how many. What it raises ends the writing.
+    ``on_part``: called before bytes leave, with how many, by a thread of the writer; and with 0 by the caller's thread
+    while that waits for the writer's. What it raises ends the writing.
     """
 
     on_part: Callable[[int], None] | None
@@ -164,6 +165,14 @@ class Orphan:
     upload_id: str
     age_s: float
     nbytes: int
+
+
+@runtime_checkable
+class CanGiveUp(Protocol):
+    """A writer whose ``write`` may take long for reasons of its own, and can be told that nobody needs the rest."""
+
+    def give_up(self) -> None:
+        """Let ``write`` in another thread end soon, by an error."""
 
 
 @runtime_checkable

@@ -176,11 +176,18 @@ class LimitedWriter(ForwardWriter):
     def __init__(self, writer: ObjectWriter, rate: Rate) -> None:
         super().__init__(writer)
         self._rate = rate
+        self._given_up = False
+
+    def give_up(self) -> None:
+        """See :class:`~ckpt.store.base.CanGiveUp`."""
+        self._given_up = True
 
     def write(self, data: Buffer) -> None:
         """Append bytes, slice by slice."""
         view = memoryview(data).cast("B")
         for start in range(0, len(view), self._rate.slice):
+            if self._given_up:
+                raise InterruptedError("the writer was left before its end")
             piece = view[start : start + self._rate.slice]
             self._rate.take(len(piece))
             self.inner.write(piece)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ckpt.store.base import CanGiveUp
 from ckpt.store.blocks import PAGE
 
 if TYPE_CHECKING:
@@ -81,6 +82,8 @@ class AheadWriter:
                 self._start = self._end = self._position % PAGE
                 return True
             self._raise()
+            if self.on_part is not None:
+                self.on_part(0)
             if not self._queue.unfinished_tasks:
                 self._patience = 0.0  # others keep the blocks: waiting anew for every write would take for ever
                 return False
@@ -116,7 +119,13 @@ class AheadWriter:
     def finish(self, head: Buffer = b"") -> None:
         """Publish, durably."""
         self._send()
-        self._stop()
+        if self._thread is not None:
+            self._queue.put(None)
+            while self._thread.is_alive():
+                self._thread.join(PATIENCE_SECONDS)
+                if self.on_part is not None:  # the thread may be held up for long, by a limit of its rate
+                    self.on_part(0)
+            self._thread = None
         self._raise()
         self._writer.finish(head)
 
@@ -133,6 +142,8 @@ class AheadWriter:
     def __exit__(self, *exc: object) -> None:
         if self._thread is not None and self._error is None:
             self._error = InterruptedError("the writer was left before its end")  # nobody needs the rest
+            if isinstance(self._writer, CanGiveUp):
+                self._writer.give_up()
         self._stop()
         if self._block is not None:
             self._blocks.give(self._block)

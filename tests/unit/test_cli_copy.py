@@ -111,6 +111,7 @@ def test_what_there_is_not_is_code_10(root: Path, tmp_path: Path) -> None:
     [
         (["{root}"], "Missing argument 'DST'"),
         (["{root}", "{root}/."], "SRC and DST are the same"),
+        (["{root}", "{root}/below"], "lies inside of SRC"),
         (["{root}", "to", "--all", "--step", "1"], "--all and --step"),
         (["{root}", "s3:/bucket/x"], "a URL has '://'"),
         (["{root}", "to", "--threads", "0"], "0 is not in the range"),

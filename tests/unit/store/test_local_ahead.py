@@ -9,6 +9,7 @@ import pytest
 
 from ckpt.store.base import WatchedWriter
 from ckpt.store.blocks import Blocks
+from ckpt.store.limited import Limited, Rate
 from ckpt.store.local import LocalStore
 from ckpt.store.local_ahead import PATIENCE_SECONDS, AheadWriter
 
@@ -29,6 +30,8 @@ def test_it_tells_of_every_part_and_ends_where_it_is_told_to(tmp_path):
     blocks, told = Blocks(8 * BLOCK, BLOCK), []
 
     def on_part(nbytes: int) -> None:
+        if not nbytes:
+            return
         told.append(nbytes)
         if len(told) == 2:
             raise ValueError("enough")
@@ -43,6 +46,33 @@ def test_it_tells_of_every_part_and_ends_where_it_is_told_to(tmp_path):
     with pytest.raises(ValueError, match="enough"):
         write()
     assert told[:2] == [BLOCK, BLOCK]
+    assert [p for p in tmp_path.rglob("*") if p.is_file()] == []
+    assert blocks.in_use == 0
+
+
+def test_what_a_rate_holds_up_is_given_up_when_its_caller_is_told_to_end(tmp_path):
+    blocks, slept = Blocks(8 * BLOCK, BLOCK), []
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        threading.Event().wait(0.01)
+
+    store = Limited(LocalStore(str(tmp_path)), Rate(64 << 10, clock=lambda: 0.0, sleep=sleep))
+
+    def on_part(nbytes: int) -> None:
+        if not nbytes:  # while the caller waits for the end
+            raise ValueError("enough")
+
+    def write() -> None:
+        with store.writer("a/b", blocks=blocks) as out:
+            assert isinstance(out, WatchedWriter)
+            out.on_part = on_part
+            out.write(bytes(4 * BLOCK))
+            out.finish()
+
+    with pytest.raises(ValueError, match="enough"):
+        write()
+    assert len(slept) < 4 * BLOCK // store.rate.slice
     assert [p for p in tmp_path.rglob("*") if p.is_file()] == []
     assert blocks.in_use == 0
 
