@@ -28,7 +28,7 @@ class Safe(click.Command):
                 stream.reconfigure(errors="backslashreplace")
         arguments = list(sys.argv[1:] if args is None else args)
         try:
-            code = super().main(arguments, *rest, **{**options, "standalone_mode": False})
+            code = super().main(arguments, *rest, **{**options, "standalone_mode": False, "obj": args is None})
         except click.ClickException as error:
             code = error.exit_code
             if "--json" in itertools.takewhile(lambda argument: argument != "--", arguments):
@@ -41,6 +41,12 @@ class Safe(click.Command):
 
 class Program(Safe, click.Group):
     """The group of all commands."""
+
+
+def own_process() -> bool:
+    """Is all of this process the command that runs, as it is not where somebody calls one with arguments of his own?"""
+    context = click.get_current_context(silent=True)
+    return context is not None and context.obj is True
 
 
 def exits(body: Callable[..., int]) -> Callable[..., NoReturn]:

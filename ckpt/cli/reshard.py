@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import sys
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -10,7 +12,7 @@ import msgspec
 
 from ckpt.cli.copy import number_of_bytes
 from ckpt.cli.diff import print_rows
-from ckpt.cli.program import Safe, exits, print_json
+from ckpt.cli.program import Safe, exits, own_process, print_json
 from ckpt.cli.progress import bar
 from ckpt.cli.render import console, shown
 from ckpt.cli.source import read_options, source_options, step_words
@@ -18,7 +20,7 @@ from ckpt.errors import ConfigError, DigestMismatch
 from ckpt.words import count, size
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from ckpt.convert.job import Result
 
@@ -127,6 +129,11 @@ def main() -> None:
 
 def convert(source: str, destination: str, to: str, as_json: bool, given: dict[str, Any]) -> int:
     """Run one conversion and print what it did; return the exit code."""
+    if own_process():
+        # Nearly all that importing torch, opening and planning make stays until the end, and to look for garbage in it,
+        # again and again, takes much of a short conversion's time. Nobody looks until bytes move, and then only at what
+        # is new.
+        gc.disable()
     from ckpt.convert import job
     from ckpt.convert.options import WriteOptions
 
@@ -152,12 +159,25 @@ def convert(source: str, destination: str, to: str, as_json: bool, given: dict[s
         verify=given["verify"],
     )
     seen = sys.stdout.isatty() and not as_json
-    result = job.convert(asked, lambda title: bar(title, visible=seen and not writing.dry_run))
+    result = job.convert(asked, lambda title: _bar(title, visible=seen and not writing.dry_run))
     if as_json:
         print_json(document(result, dry_run=writing.dry_run))
     else:
         _print(result, dry_run=writing.dry_run)
     return DigestMismatch.exit_code if result.unequal else 0
+
+
+@contextmanager
+def _bar(title: str, *, visible: bool) -> Iterator[Callable[[int, int], None]]:
+    with bar(title, visible=visible) as draw:
+
+        def moved(done: int, total: int) -> None:
+            if not gc.isenabled() and own_process():
+                gc.freeze()
+                gc.enable()
+            draw(done, total)
+
+        yield moved
 
 
 def _stages(text: str | None) -> tuple[int, ...]:

@@ -150,6 +150,7 @@ def written(
         files=tuple(sorted([*files, f"{place.prefix}/index/root.json.zst", *own])),
         lost=made.lost,
         made=made.made,
+        memory=made.memory,
     )
 
 
@@ -167,4 +168,5 @@ def all_present(made: Conversion, store: Store, place: Place) -> Written:
         files=tuple(sorted([*keys, MARKER, commit_key(place.step)])),
         lost=made.lost,
         made=made.made,
+        memory=made.memory,
     )

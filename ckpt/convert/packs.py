@@ -7,6 +7,7 @@ not fit, the pack is written again.
 from __future__ import annotations
 
 from contextlib import ExitStack, closing
+from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -75,16 +76,29 @@ class PackWriter:
         Raises:
             CkptError: of the source or the target; what is half written is removed.
         """
+        return self.begin(task, resume=resume)()
+
+    def begin(self, task: Task, *, resume: bool) -> Callable[[], Wrote]:
+        """Fill a task's packs; return what makes them durable. That must be called, once, and another thread may do it
+        while the packs of the next task are filled here: both together hold no more than ``blocks``.
+
+        Raises:
+            CkptError: as :meth:`run`.
+        """
         there = {n: self.done_before(pack) if resume else None for n, pack in enumerate(task.packs)}
         journals = {n: data for n, data in there.items() if data is not None}
         present = tuple(journals)
         before = self.assembler.bytes_read
         left = [n for n in there if n not in journals]
         self._moved(task.nbytes - sum(self._nbytes(one) for one in task.contents if one.pack in left))
-        if left:
-            journals.update(zip(left, self._write(task.only(left)), strict=True))
+        end = self._write(task.only(left)) if left else list
         read = self.assembler.bytes_read - before
-        return Wrote(task.packs, tuple(journals[n] for n in there), read, present)
+
+        def finish() -> Wrote:
+            journals.update(zip(left, end(), strict=True))
+            return Wrote(task.packs, tuple(journals[n] for n in there), read, present)
+
+        return finish
 
     def done_before(self, pack: Pack) -> bytes | None:
         """Return a pack's journal if the pack is there and every byte of it is what the journal says.
@@ -108,7 +122,7 @@ class PackWriter:
         held = [Held(c, self.specs[c.spec]) for c in part.chunks if c.pack != DERIVED]
         return data if trouble_with(self.store, part.packs[0], held, lambda _: None) is None else None
 
-    def _write(self, task: Task) -> list[bytes]:
+    def _write(self, task: Task) -> Callable[[], list[bytes]]:
         with ExitStack() as stack:
             packers = []
             for n, pack in enumerate(task.packs):
@@ -116,6 +130,12 @@ class PackWriter:
                 packers.append(stack.enter_context(packer))
                 packer.announce([_item(self._chunk(one)) for at, one in task.wanted() if at == n])
             chunks = self._fill(task, packers)
+            return partial(self._finish, task, packers, chunks, stack.pop_all())
+
+    def _finish(
+        self, task: Task, packers: Sequence[Packer], chunks: Sequence[list[ChunkEntry]], stack: ExitStack
+    ) -> list[bytes]:
+        with stack:
             refs = [packer.finish() for packer in packers]
         journals = []
         for pack, own, made in zip(task.packs, chunks, refs, strict=True):

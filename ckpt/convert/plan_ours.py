@@ -35,7 +35,7 @@ MEMORY_OF_A_PACK = 64 << 20
 @dataclass(frozen=True, slots=True)
 class Conversion:
     """What is known before a byte is written. ``items``: (object, its ranks), by the rank that owns it. ``own``: copies
-    of ranks that had others than the rest, likewise.
+    of ranks that had others than the rest, likewise. ``memory``: bytes that all workers together hold at most.
     """
 
     opened: Opened
@@ -49,6 +49,7 @@ class Conversion:
     own: Mapping[int, Sequence[OwnCopy]]
     lost: tuple[str, ...]
     made: tuple[str, ...]
+    memory: int
 
     @property
     def nbytes(self) -> int:
@@ -84,7 +85,9 @@ def plan_ours(opened: Opened, target: Target, options: WriteOptions | None = Non
     if ways.roles != ALL:
         lost += [f"{one.kind} state {one.name!r}" for one in opened.objects]
     items = _items(carried)
-    said = (ranks, ways.roles, ways.dtype, sorted((rank, [i.identity for i, _ in own]) for rank, own in items.items()))
+    # What goes into which pack, not why: a run may go on with other workers and memory if they arrange it alike.
+    packs = [(task.packs, len(task.contents)) for task in tasks]
+    said = (packs, ways.roles, ways.dtype, sorted((rank, [i.identity for i, _ in own]) for rank, own in items.items()))
     return Conversion(
         opened,
         ways,
@@ -97,6 +100,7 @@ def plan_ours(opened: Opened, target: Target, options: WriteOptions | None = Non
         own,
         tuple(dict.fromkeys(lost)),
         tuple(dict.fromkeys([*_cast_lines(assembler, job.graph.specs), *carried.made])),
+        max(1, min(ways.workers, len(tasks))) * (assembler.held + shares(ways)[1]),
     )
 
 

@@ -23,6 +23,10 @@ if TYPE_CHECKING:
 
 BAND_BYTES = 1 << 30
 """Bytes of a band at most: an interrupted run loses no more than one for each worker."""
+LEAST_BAND_BYTES, SHARE = 64 << 20, 32
+"""A smaller checkpoint is cut into so many bands, each of so many bytes at least: several workers need several tasks
+each. How many workers there are must not matter, for the next run may go on with another number.
+"""
 BANDS = 256
 """Bands of a group of ranks at most; a larger checkpoint has larger ones, so that its packs are not too many."""
 RANKS = 8
@@ -112,7 +116,7 @@ def tasks_of(
         plan: of the target job.
         stored: may the source have bytes of its own for this chunk of a derived parameter?
         ranks: of one band at most.
-        band_bytes: of one band at most, unless there would be more than :data:`BANDS`.
+        band_bytes: of one band at most, unless there would be more than :data:`BANDS`; less if all is little.
     """
     casts: dict[int, list[Cast]] = {}
     for i, master in plan.proofs.items():
@@ -124,10 +128,11 @@ def tasks_of(
         if i not in plan.proofs:
             owned.setdefault(owner // ranks, []).append(i)
     total = sum(plan.chunks[i].nbytes for numbers in owned.values() for i in numbers)
+    most = max(min(band_bytes, max(LEAST_BAND_BYTES, -(-total // SHARE))), -(-total // BANDS))
     tasks = []
     for group in sorted(owned):
         numbers = sorted(owned[group], key=lambda i: _order(plan, i))
-        bands = _bands(plan, numbers, max(band_bytes, -(-total // BANDS)))
+        bands = _bands(plan, numbers, most)
         tasks += [_task(plan, band, n, casts) for n, band in enumerate(bands)]
     return tasks
 

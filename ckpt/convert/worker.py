@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import queue
 import threading
 from typing import IO
 
-import msgspec
-
-from ckpt.convert.workers import Message, Work, receive, send
-from ckpt.errors import to_wire
-from ckpt.store.open import open_store
-
 
 def main() -> None:
     """Do what comes in until nobody sends any more (:func:`_listen`), or something fails."""
+    gc.disable()  # nearly all that importing and opening make stays: looking for garbage there only takes time
+    from ckpt.convert.workers import Message, send
+    from ckpt.errors import to_wire
+
     told = os.fdopen(os.dup(0), "rb")
     says = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # whatever prints must not end up among the messages
@@ -28,8 +27,15 @@ def main() -> None:
 
 
 def _work(todo: queue.SimpleQueue[bytes], says: IO[bytes]) -> None:
+    import msgspec
+
+    from ckpt.convert.workers import Message, Work, send
+    from ckpt.store.open import open_store
+
     work = msgspec.msgpack.decode(todo.get(), type=Work)
     writer = work.writer(work.opened(), open_store(work.target), lambda nbytes: send(says, Message(moved=nbytes)))
+    gc.freeze()
+    gc.enable()
     while True:
         task = msgspec.msgpack.decode(todo.get(), type=Message).task
         if task is not None:
@@ -38,6 +44,8 @@ def _work(todo: queue.SimpleQueue[bytes], says: IO[bytes]) -> None:
 
 def _listen(told: IO[bytes], todo: queue.SimpleQueue[bytes]) -> None:
     """Hand on what comes. When the pipe ends, whoever started this is gone, and there is nobody to work for."""
+    from ckpt.convert.workers import receive
+
     while (data := receive(told)) is not None:
         todo.put(data)
     os._exit(1)

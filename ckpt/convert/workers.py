@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import IO, TYPE_CHECKING, Any
 
@@ -33,6 +34,7 @@ from ckpt.store.open import address, open_store
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from concurrent.futures import Future
 
     from ckpt.convert.plan_ours import Conversion
     from ckpt.store.base import Store
@@ -172,7 +174,15 @@ def run_tasks(made: Conversion, store: Store, prefix: str) -> list[Wrote]:
         return _Crew(Work.of(made, store, prefix), tasks, min(ways.workers, len(tasks)), meter).run()
     specs, blocks = made.job.graph.specs, Blocks(shares(ways)[1])
     writer = PackWriter(store, prefix, specs, assembler_of(made.opened, ways), blocks, meter.add)
-    return [writer.run(task, resume=ways.resume) for task in tasks]
+    if not hasattr(store, "root"):  # writers to buckets hold memory of their own, beside the blocks, until they finish
+        return [writer.run(task, resume=ways.resume) for task in tasks]
+    ends: list[Future[Wrote]] = []
+    with ThreadPoolExecutor(1, "ckpt-finish") as pool:  # while a disk makes one task durable the next one is read
+        for task in tasks:
+            ends.append(pool.submit(writer.begin(task, resume=ways.resume)))
+            if len(ends) > 1:
+                ends[-2].result()
+    return [end.result() for end in ends]
 
 
 class _Meter:

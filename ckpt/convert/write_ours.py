@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from ckpt.convert.committing import claim, kept_alive, look, tidy
 from ckpt.convert.finish_ours import all_present, finish, written
 from ckpt.convert.options import WriteOptions, Written
-from ckpt.convert.plan_ours import Conversion, assembler_of, plan_ours, shares
+from ckpt.convert.plan_ours import Conversion, assembler_of, plan_ours
 from ckpt.convert.workers import run_tasks
 from ckpt.runtime.publish import check_written, publish, totals_of
 from ckpt.runtime.writing import Attempt
@@ -61,8 +61,6 @@ def write_ours(opened: Opened, store: Store, target: Target, options: WriteOptio
 
 def _estimate(made: Conversion, store: Store) -> Written:
     """Return what would be done; what is read is planned as it would be, and not read."""
-    ways = made.options
-    assembler = assembler_of(made.opened, ways)
+    assembler = assembler_of(made.opened, made.options)
     read = sum(assembler.estimate(task.shards(made.job.graph.specs)) for task in made.tasks)
-    memory = max(1, ways.workers) * (assembler.held + shares(ways)[1])
-    return Written("ckpt", store.url, made.step, read, made.nbytes, lost=made.lost, made=made.made, memory=memory)
+    return Written("ckpt", store.url, made.step, read, made.nbytes, lost=made.lost, made=made.made, memory=made.memory)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import json
 import os
 import pty
@@ -106,7 +107,7 @@ def test_a_dry_run_writes_nothing_and_says_what_would_be(root: Path, tmp_path: P
     assert "lost: " in text
     done = document("reshard", root, tmp_path / "dst", *flags)
     assert not done["dry_run"]
-    assert (done["lost"], done["made"]) == (planned["lost"], planned["made"])
+    assert all(done[name] == planned[name] for name in ("lost", "made", "memory"))
     tensors = json.loads(run("show", tmp_path / "dst", "--json"))["tensors"]
     assert {(t["role"], t["dtype"]) for t in tensors} == {("param", "float16"), ("buffer", "int64")}
 
@@ -184,8 +185,10 @@ def test_export_needs_a_format_and_takes_a_layout() -> None:
 
 
 def test_it_is_a_program_of_its_own(root: Path, tmp_path: Path) -> None:
+    frozen = gc.get_freeze_count()
     result = CliRunner().invoke(reshard, [str(root), str(tmp_path / "dst"), "--dp", "2", "--json"])
     assert result.exit_code == 0
+    assert (gc.isenabled(), gc.get_freeze_count()) == (True, frozen), "in somebody else's process it changes nothing"
     assert json.loads(result.stdout)["destination"]["dp"] == 2
     result = CliRunner().invoke(reshard, [str(root), "--json"])
     assert result.exit_code == 2

@@ -9,8 +9,9 @@ import pytest
 
 from ckpt.convert.tasks import Cast, Content, tasks_of
 from ckpt.layout.graph import ShardGraph
+from ckpt.layout.spec import PARAM, TensorSpec
 from ckpt.plan.save_plan import build_save_plan
-from tests.harness.conversions import described
+from tests.harness.conversions import described, whole
 from tests.harness.descriptions import NET
 from tests.harness.descriptions import described as job
 
@@ -47,6 +48,15 @@ def test_everything_is_in_its_owners_packs_once(ranks, band_bytes):
 
 PLAN_SPECS = {number: spec for spec, number in PLAN.spec_ids.items()}
 TOTAL = sum(chunk.nbytes for i, chunk in enumerate(PLAN.chunks) if i not in PLAN.proofs)
+
+
+def test_a_small_checkpoint_has_tasks_for_several_workers():
+    specs = [TensorSpec(f"{n}", PARAM, "float32", (1 << 20,)) for n in range(300)]
+    plan = build_save_plan(ShardGraph.build(whole(specs, 4).layouts))
+    sizes = [task.nbytes for task in tasks_of(plan, lambda _: False)]
+    assert sum(sizes) == 300 * (4 << 20)
+    assert len(sizes) == 19
+    assert max(sizes) == 64 << 20
 
 
 def test_casts_go_with_their_masters():

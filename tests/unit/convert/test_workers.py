@@ -90,6 +90,21 @@ def test_a_worker_that_is_killed_ends_the_conversion_and_the_next_one_goes_on(sr
     assert differences(held_by(store), values()) == []
 
 
+def test_another_number_of_workers_goes_on_where_a_run_was_stopped(src, tmp_path):
+    store = LocalStore(str(tmp_path / "dst"))
+
+    def stop(_done: int, _total: int) -> None:
+        if any("/index/pack-" in info.key for info in store.walk("")):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write(again(src), TARGET, store, WriteOptions(progress=stop))
+    done = write(again(src), TARGET, store, WriteOptions(workers=2))
+    assert done.bytes_present > 0
+    assert differences(held_by(store), values()) == []
+    assert verify(Repository(store)).findings == []
+
+
 def test_what_fails_in_a_worker_is_raised_here(src, tmp_path):
     (key,) = (info.key for info in src.walk("") if info.key.endswith("rank00001-000.safetensors"))
     path = tmp_path / "src" / key

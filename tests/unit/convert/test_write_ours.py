@@ -249,7 +249,7 @@ def test_a_dry_run_writes_nothing_and_tells_what_a_run_does(net):
     done = written(again(source), target, store)
     assert (told.bytes_read, told.lost, told.made) == (done.bytes_read, done.lost, done.made)
     assert told.bytes_written == Repository(store).read_commit(7).totals["bytes_written"]
-    assert 0 < told.memory <= WriteOptions().memory
+    assert 0 < told.memory == done.memory <= WriteOptions().memory
     with pytest.raises(CheckpointExists):
         written(again(source), whole(again(source).specs), store, WriteOptions(dry_run=True))
 
