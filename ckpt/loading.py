@@ -68,8 +68,9 @@ def load(
         root: path or URL of the repository (docs/stores.md); default ``CKPT_ROOT``, else ``./checkpoints``.
         step: which checkpoint; default: the newest.
         extra: name -> object with ``load_state_dict`` to put the saved state into. Plain values come back in the
-            report's ``extra``.
-        strict: raise if checkpoint and engine do not hold the same state; else go on and report the difference.
+            report's ``extra``, and may be left out; objects that were saved may not. What is named must be there.
+        strict: raise if checkpoint and engine do not hold the same state; else go on and report the difference. Never
+            covers a scheduler, loss scaler or gradient scaler that only one side has: that is a note in the report.
         fallback: if the newest checkpoint is damaged, take the newest one before it that is whole, and say so. The
             damaged steps stay: a job that comes to them again saves with ``overwrite=True``.
         cast: convert tensors whose dtype differs, and list them; otherwise that is an error.
@@ -77,13 +78,16 @@ def load(
         read: ``once``: each chunk is read from the store by one rank, and ranks hand it on to those that need it.
             ``each``: every rank reads what it needs. ``auto``: once from a store behind a network, once for each host
             from the hosts' own disks, each for itself from memory (tmpfs).
-        budget: bytes of host memory that the load may use on each rank beside the live state (default 256 MiB).
-        io_limit: most bytes per second that this rank may read from the store.
+        budget: bytes of host memory that the load may use on each rank beside the live state, a whole number, at
+            least 16 MiB (default 256 MiB).
+        io_limit: most bytes per second that this rank may read from the store, a positive number.
 
     Raises:
         ConfigError: an argument is wrong, or ranks do not ask for the same.
+        BudgetTooSmall: ``budget`` is.
         NoSuchCheckpoint: the root holds none, or not this step.
-        MissingState: missing or unexpected state (with ``strict``), or a dtype that differs (without ``cast``).
+        MissingState: missing or unexpected state or ``extra`` (with ``strict``), or a dtype that differs (without
+            ``cast``).
         LayoutError: a tensor of another shape, groups that do not tile the world, rules that fit nothing, or (with
             ``strict``) optimizer groups that were cut differently.
         IntegrityError, FormatError: damage, named by tensor and file; :class:`RankFailure` if only some ranks met it

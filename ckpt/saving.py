@@ -67,8 +67,9 @@ def save(
             checkpoint, keep the majority's copy, and every copy of a buffer), ``"error"``, or ``"keep-all"``.
         codec: how chunks are stored: ``"auto"`` (compressed where the store is slower than the compressor, measured
             for each role), ``"none"``, ``"zstd"``, or a mapping of roles to these.
-        budget: bytes of host memory that each rank may use beside the state (default 256 MiB).
-        io_limit: bytes a second that each rank writes at most.
+        budget: bytes of host memory that each rank may use beside the state, a whole number, at least 8 MiB (default
+            256 MiB).
+        io_limit: bytes a second that each rank moves at most, a positive number.
         timeout: seconds without a sign of life after which a rank counts as lost (default ``CKPT_TIMEOUT``, 300).
 
     Returns:
@@ -76,7 +77,7 @@ def save(
 
     Raises:
         RankFailure: a step failed on some ranks, or some did not call; the same error on every rank.
-        ConfigError, LayoutError, StoreError, CheckpointExists: the same cause on every rank.
+        ConfigError, LayoutError, BudgetTooSmall, StoreError, CheckpointExists: the same cause on every rank.
         CkptError: the asynchronous save before, which is finished first, has failed, and a rank has not heard of it.
 
     After an error nothing is committed, the previous steps are untouched, and training can go on. The one exception is
@@ -116,10 +117,10 @@ def async_save(
     ``torch.optim.Optimizer.step`` of this process waits for what has not been read yet. Whoever changes parameters or
     optimizer state by other means waits for ``handle.staged`` first.
 
-    ``on_busy``: if the asynchronous save before is not durable yet, ``"wait"`` for it, or ``"refuse"``, on all ranks
-    alike (which costs a short meeting of the ranks in each call). All other arguments are those of :func:`save`;
-    ``budget`` is how much a rank may hold that is not stored yet: what it owns beyond that is stored before the next
-    optimizer step.
+    ``on_busy``: if the asynchronous save before is not durable yet, ``"wait"`` for it, or ``"refuse"`` (which costs a
+    short meeting of the ranks in each call). It must be the same on all ranks: those that differ in it wait for each
+    other until the timeout. All other arguments are those of :func:`save`; ``budget`` is how much a rank may hold that
+    is not stored yet: what it owns beyond that is stored before the next optimizer step, at the rate of ``io_limit``.
 
     Returns:
         ``handle.staged.wait()``, ``handle.durable.wait()``, ``handle.progress()``, ``handle.cancel()``. What fails in

@@ -14,7 +14,7 @@ from ckpt.cli.render import console, shown
 from ckpt.errors import ConfigError
 from ckpt.repo.copying import THREADS, CopyReport, copy_steps
 from ckpt.repo.repository import Repository
-from ckpt.store.open import open_store
+from ckpt.store.open import check_apart, open_store
 from ckpt.words import count, size, some
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
@@ -66,10 +66,7 @@ def cp(
     if every and steps:
         raise ConfigError("--all and --step: expected one of them")
     src, dst = open_store(source), open_store(destination)
-    if src.url == dst.url:
-        raise ConfigError(f"SRC and DST are the same, {src.url}")
-    if dst.url.startswith(src.url.rstrip("/") + "/"):
-        raise ConfigError(f"DST {dst.url} lies inside of SRC {src.url}, which is only read")
+    check_apart(src.url, dst.url)
     chosen: list[int] | None = list(steps) or None
     if every:
         repository = Repository(src)

@@ -12,8 +12,7 @@ from ckpt.convert.find import FORMATS, open_source, writer_of
 from ckpt.convert.opened import Opened
 from ckpt.convert.options import WEIGHTS, ReadOptions, WriteOptions, Written
 from ckpt.convert.target import Target, target_of
-from ckpt.errors import ConfigError
-from ckpt.store.open import open_store
+from ckpt.store.open import check_apart, open_store
 
 Bar = Callable[[str], AbstractContextManager[Callable[[int, int], None]]]
 """From what is done (``writing``) to what is told of it (bytes done, bytes in all)."""
@@ -68,7 +67,7 @@ def convert(asked: Conversion, bar: Bar) -> Result:
     """
     writer, store = writer_of(asked.to), open_store(asked.destination)
     opened = open_source(asked.source, step=asked.step, options=asked.reading, format=asked.kind)
-    _check_apart(opened.store.url, store.url)
+    check_apart(opened.store.url, store.url)
     format = FORMATS[asked.to]
     options = replace(asked.writing, roles=WEIGHTS) if format.weights else asked.writing
     target = target_of(
@@ -95,11 +94,3 @@ def convert(asked: Conversion, bar: Bar) -> Result:
     with bar("verifying") as progress:
         rows = compare_written(opened, again, target.specs, memory=options.memory, progress=progress)
     return replace(result, compared=tuple(rows))
-
-
-def _check_apart(source: str, destination: str) -> None:
-    """Raise :class:`ConfigError` if DST is SRC or lies inside of it: SRC would not be what it was."""
-    if source == destination:
-        raise ConfigError(f"SRC and DST are the same, {source}")
-    if destination.startswith(source.rstrip("/") + "/"):
-        raise ConfigError(f"DST {destination} lies inside of SRC {source}, which is only read")

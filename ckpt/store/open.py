@@ -76,6 +76,19 @@ def address(store: Store) -> str:
     return found
 
 
+def check_apart(source: str, destination: str) -> None:
+    """Check that what is written does not become a part of what is read. Both: a store's ``url``.
+
+    Raises:
+        ConfigError: they are the same, or the destination lies inside of the source.
+    """
+    if source == destination:
+        raise ConfigError(f"SRC and DST are the same, {source}")
+    (above, _, where), (below, _, there) = source.partition("?"), destination.partition("?")  # of S3: the endpoint
+    if where == there and below.startswith(above.rstrip("/") + "/"):
+        raise ConfigError(f"DST {destination} lies inside of SRC {source}, which is only read")
+
+
 def _local(path: str, given: str) -> LocalStore:
     """Return the store of a path that the file system can have."""
     try:

@@ -9,7 +9,7 @@ import pytest
 
 from ckpt.errors import ConfigError
 from ckpt.store.memory import MemoryStore
-from ckpt.store.open import address, default_root, open_store
+from ckpt.store.open import address, check_apart, default_root, open_store
 from ckpt.store.wrappers import Limited, Rate
 
 
@@ -142,3 +142,23 @@ def test_what_only_this_process_has_has_no_address():
     for store in (MemoryStore(), open_store("memory://address/run")):
         with pytest.raises(ConfigError, match="no other process"):
             address(store)
+
+
+@pytest.mark.parametrize(
+    ("source", "destination", "apart"),
+    [
+        ("/a/run", "/a/run", False),
+        ("/a/run", "/a/run/x", False),
+        ("/a/run", "/a/running", True),
+        ("/", "/a", False),
+        ("s3://b/run?endpoint=http://h:1", "s3://b/run/x?endpoint=http://h:1", False),
+        ("s3://b/run?endpoint=http://h:1", "s3://b/run/x?endpoint=http://h:2", True),
+        ("s3://b/run", "s3://b/other", True),
+    ],
+)
+def test_nothing_is_written_into_what_is_read(source: str, destination: str, apart: bool) -> None:
+    if apart:
+        check_apart(source, destination)
+        return
+    with pytest.raises(ConfigError, match=r"the same|inside of SRC"):
+        check_apart(source, destination)
