@@ -1,6 +1,6 @@
 """``python -m ckpt``: the same as the ``ckpt`` command."""
 
-from ckpt.cli.main import main
+from ckpt.cli.start import ckpt
 
 if __name__ == "__main__":
-    main()
+    ckpt()

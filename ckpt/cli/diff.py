@@ -65,10 +65,14 @@ def diff(
         rows = compare(left, right, roles=wanted, memory=int(memory), progress=progress)
     same = all(row.status == EQUAL for row in rows)
     if as_json:
-        print_json({"equal": same, "a": _side(left), "b": _side(right), "tensors": [asdict(row) for row in rows]})
+        print_json({"equal": same, "a": _side(left), "b": _side(right), "tensors": [*map(_plain, rows)]})
     else:
         _print(left, right, rows)
     return 0 if same else DIFFERENT
+
+
+def _plain(row: Row) -> dict[str, Any]:
+    return {name: value for name, value in asdict(row).items() if name != "overflowed"}  # of conversions only
 
 
 def _side(opened: Opened) -> dict[str, Any]:

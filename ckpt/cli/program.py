@@ -12,10 +12,16 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 from ckpt.cli.render import visible
+from ckpt.cli.start import INTERRUPTED, print_interrupted
+from ckpt.cli.streams import Output
 from ckpt.errors import CkptError, ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+
+RESUMABLE = ("reshard", "import", "export", "cp")
+"""Commands that go on where they were interrupted."""
 
 
 class Safe(click.Command):
@@ -23,20 +29,32 @@ class Safe(click.Command):
 
     def main(self, args: Sequence[str] | None = None, *rest: Any, **options: Any) -> NoReturn:
         """Run and exit; see :meth:`click.Command.main`."""
+        arguments = list(sys.argv[1:] if args is None else args)
+        output = Output() if args is None else None
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, io.TextIOWrapper):  # a name may hold what the terminal's encoding does not have
                 stream.reconfigure(errors="backslashreplace")
-        arguments = list(sys.argv[1:] if args is None else args)
         try:
             code = super().main(arguments, *rest, **{**options, "standalone_mode": False, "obj": args is None})
+        except SystemExit as leaving:
+            code = leaving.code
         except click.ClickException as error:
             code = error.exit_code
-            if "--json" in itertools.takewhile(lambda argument: argument != "--", arguments):
+            if _wants_json(arguments):
                 print_error(ConfigError.__name__, error.format_message(), code)
             error.show()
-        except click.Abort:
-            code = 1
+        except click.Abort:  # click's words for Ctrl-C
+            print_interrupted(as_json=_wants_json(arguments))
+            code = INTERRUPTED
+        trouble = output.trouble() if output is not None else None
+        if trouble is not None:
+            click.echo(f"standard output: {trouble}", err=True)
+            code = code or CkptError.exit_code
         sys.exit(code)
+
+
+def _wants_json(arguments: Sequence[str]) -> bool:
+    return "--json" in itertools.takewhile(lambda argument: argument != "--", arguments)
 
 
 class Program(Safe, click.Group):
@@ -57,14 +75,27 @@ def exits(body: Callable[..., int]) -> Callable[..., NoReturn]:
     def run(as_json: bool, **options: Any) -> NoReturn:
         try:
             code = body(as_json=as_json, **options)
-        except CkptError as error:
-            code = error.exit_code
-            if as_json:
-                print_error(type(error).__name__, str(error), code)
-            click.echo(f"{type(error).__name__}: {lines(str(error))}", err=True)
+        except BaseException as error:
+            if _is_interrupt(error):
+                code = INTERRUPTED
+                print_interrupted(as_json=as_json, goes_on=click.get_current_context().command.name in RESUMABLE)
+            elif isinstance(error, CkptError):
+                code = error.exit_code
+                if as_json:
+                    print_error(type(error).__name__, str(error), code)
+                click.echo(f"{type(error).__name__}: {lines(str(error))}", err=True)
+            else:
+                raise
         sys.exit(code)
 
     return run
+
+
+def _is_interrupt(error: BaseException | None) -> bool:
+    """Did Ctrl-C end the command, whatever it met then while it put things in order?"""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
 def lines(text: str) -> str:

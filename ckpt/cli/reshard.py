@@ -159,6 +159,8 @@ def convert(source: str, destination: str, to: str, as_json: bool, given: dict[s
         verify=given["verify"],
     )
     seen = sys.stdout.isatty() and not as_json
+    if seen:
+        console().print("planning …")
     result = job.convert(asked, lambda title: _bar(title, visible=seen and not writing.dry_run))
     if as_json:
         print_json(document(result, dry_run=writing.dry_run))
@@ -215,6 +217,7 @@ def document(result: Result, *, dry_run: bool) -> dict[str, Any]:
     }
     if result.compared is not None:
         found["verified"] = {"equal": not result.unequal, "tensors": len(result.compared)}
+        found["verified"]["overflowed"] = sum(row.overflowed for row in result.compared)
         found["verified"]["unequal"] = [msgspec.to_builtins(row) for row in result.unequal]
     return found
 

@@ -6,10 +6,12 @@ param (or no master) of its own, what the other role makes of it counts.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from ckpt.convert.assemble import LEAST_MEMORY, Assembler, Piece
+import torch
+
+from ckpt.convert.assemble import LEAST_MEMORY, LOW, Assembler, Piece
 from ckpt.convert.options import MEMORY
 from ckpt.errors import LayoutError
 from ckpt.format.digest import Running
@@ -28,6 +30,10 @@ if TYPE_CHECKING:
 EQUAL, DIFFERENT, ONLY_A, ONLY_B = "equal", "different", "only_a", "only_b"
 PIECE_BYTES = 4 << 20
 """Bytes of one tensor that are compared at once, on each side."""
+LARGEST = {name: torch.finfo(getattr(torch, name)).max for name in LOW}
+"""The largest finite number of each dtype that weights are cast to and from."""
+WIDER = 2.0
+"""How much larger it must be for a cast to lose numbers: bfloat16 ends less than a rounding before float32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +43,8 @@ class Row:
     ``status``: :data:`EQUAL` (bit for bit, or the same count), :data:`DIFFERENT`, :data:`ONLY_A`, :data:`ONLY_B`.
     ``elements``: how many differ, in any bit; ``unordered``: how many of those are NaN or infinite on a side;
     ``max_abs``: the largest distance of the others, None if there is none. ``note``: shapes or dtypes that differ, or
-    what was compared instead.
+    what was compared instead. ``overflowed``: how many are finite in the source of a conversion, and were too large for
+    the dtype that they were to be cast to (:func:`compare_written`).
     """
 
     fqn: str
@@ -47,6 +54,7 @@ class Row:
     unordered: int = 0
     max_abs: float | None = None
     note: str = ""
+    overflowed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +62,8 @@ class _Pair:
     a: TensorSpec
     b: TensorSpec
     note: str = ""
+    narrowed: TensorSpec | None = None
+    """what ``a`` is a cast of, if that may be too large for it"""
 
 
 def compare(
@@ -99,8 +109,36 @@ def compare_written(
         if other is None:
             rows.append(Row(spec.fqn, spec.role, ONLY_A))
         else:
-            _add(_Pair(spec, other, note), rows, pairs)
-    return _compared(source, written, rows, pairs, max(LEAST_MEMORY, memory // 2), progress)
+            _add(_Pair(spec, other, note, _narrowed(own, spec)), rows, pairs)
+    share = max(LEAST_MEMORY, memory // 2)
+    found = _compared(source, written, rows, pairs, share, progress)
+    wide = {(pair.a.fqn, pair.a.role): pair.narrowed for pair in pairs}
+    return [_only_overflowed(source, row, wide.get((row.fqn, row.role)), share) for row in found]
+
+
+def _narrowed(own: Catalog, spec: TensorSpec) -> TensorSpec | None:
+    """Return what the source has of a tensor, if some of its numbers may be too large for the target."""
+    if spec.dtype not in LOW:
+        return None
+    roles = (spec.role, MASTER) if spec.role == PARAM else (spec.role,)
+    held = [one for role in roles if (one := own.find(spec.fqn, role)) is not None]
+    if not held or any(one.dtype == spec.dtype for one in held) or held[0].dtype not in LOW:
+        return None
+    return held[0] if LARGEST[held[0].dtype] / WIDER > LARGEST[spec.dtype] else None
+
+
+def _only_overflowed(source: Opened, row: Row, wide: TensorSpec | None, share: int) -> Row:
+    """Return the row without what was infinite or NaN before the cast: seldom read, only where there is any."""
+    if not row.overflowed or wide is None:
+        return row
+    shards = [Shard(wide, box) for box in _row_aligned(wide)]
+    before = sum(_odd(piece, wide) for piece in Assembler(source, memory=share).pieces(shards))
+    return replace(row, overflowed=row.overflowed - before)
+
+
+def _odd(piece: Piece, spec: TensorSpec) -> int:
+    values = as_tensor(piece.data, spec.dtype, (piece.box.volume,))
+    return piece.box.volume - int(torch.isfinite(values).sum())
 
 
 def _compared(
@@ -213,12 +251,14 @@ def _boxes(pair: _Pair) -> list[Box]:
 
 
 def _row(pair: _Pair, boxes: Sequence[Box], left: Iterator[Piece], right: Iterator[Piece]) -> Row:
-    elements = unordered = 0
+    elements = unordered = overflowed = 0
     largest: float | None = None
     for box in boxes:
         one, other = next(left), next(right)
         if one.box != box or other.box != box:  # pieces of at most PIECE_BYTES are never cut
             raise LayoutError(f"{pair.a}: asked for box {box}, got {one.box} and {other.box}")
+        if pair.narrowed is not None:
+            overflowed += _odd(one, pair.a)
         found = difference(*_alike(pair, box, one.data, other.data), box)
         if found is not None:
             elements += found.elements
@@ -230,7 +270,7 @@ def _row(pair: _Pair, boxes: Sequence[Box], left: Iterator[Piece], right: Iterat
         note = "; ".join(filter(None, (f"dtype {pair.a.dtype} and {pair.b.dtype}", note)))
     same = not elements and (pair.a.dtype == pair.b.dtype or counts)
     key = (pair.a.fqn, pair.a.role)
-    return Row(*key, EQUAL if same else DIFFERENT, elements, unordered, largest if elements else None, note)
+    return Row(*key, EQUAL if same else DIFFERENT, elements, unordered, largest if elements else None, note, overflowed)
 
 
 def _alike(pair: _Pair, box: Box, one: memoryview, other: memoryview) -> tuple[list[memoryview], str]:

@@ -8,6 +8,7 @@ mark.
 from __future__ import annotations
 
 import json
+import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Protocol
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
 
 MARK = "ckpt-reshard.json"
 _MAX_MARK = 1 << 16
+_TEMPORARY = re.compile(rf"{re.escape(TEMP)}[0-9a-f]{{16}}-(.+)")
+"""How stores call a file that is being written: the name that it will have, behind a number."""
 _SHOWN = 4
 
 
@@ -99,14 +102,16 @@ def write_files(
     total = sum(sizes.values()) + sum(map(len, last.values()))
     known = _look(store, name, resume=options.resume)
     memory, room = shares(options)
-    assemblers = [Assembler(opened, memory=memory, cast=True) for _ in range(max(1, options.workers))]
     present = {key for key, nbytes in sizes.items() if known and store.size(key) == nbytes}
     bands = _bands([one for one in files if one[0] not in present], widths if side_by_side else {})
+    workers = max(1, min(options.workers, len(bands)))
+    assemblers = [Assembler(opened, memory=memory, cast=True) for _ in range(workers)]
     if options.dry_run:
         wants = ([make().wants for _, make in band] for band in bands)
         read = sum(assemblers[0].estimate(want for _, want in merged(one)) for one in wants)
     else:
-        _claim(store, name, files, present)
+        ours = [MARK, *last, *(key for key, _ in files)] if known else [MARK]
+        _claim(store, name, files, present, ours)
         meter = Meter(total, options.progress)
         meter.add(sum(sizes[key] for key in present))
         _write_all(store, bands, assemblers, room, meter)
@@ -123,7 +128,7 @@ def write_files(
         bytes_written=total - there,
         bytes_present=there,
         files=(*(key for key, _ in files), *last),
-        memory=max(1, options.workers) * (memory + room),
+        memory=workers * (min(memory, assemblers[0].held) + room),
     )
 
 
@@ -175,9 +180,10 @@ def _marked(store: Store) -> Any:
         raise MalformedData(f"{MARK} in {store.url}: expected the name of a conversion") from error
 
 
-def _claim(store: Store, name: str, files: Sequence[tuple[str, Make]], present: set[str]) -> None:
+def _claim(store: Store, name: str, files: Sequence[tuple[str, Make]], present: set[str], ours: Sequence[str]) -> None:
     text = json.dumps({"conversion": name, "by": "ckpt-reshard"}, indent=2) + "\n"
     store.put(MARK, text.encode(), overwrite=True)
+    _tidy_root(store, {key for key in ours if "/" not in key})
     folders = {key.rpartition("/")[0] for key, _ in files if key not in present}
     for folder in sorted(folders - {""}):
         for info in list(store.walk(folder)):
@@ -185,6 +191,17 @@ def _claim(store: Store, name: str, files: Sequence[tuple[str, Make]], present: 
                 store.delete(info.key)
         if isinstance(store, HasOrphans):
             for orphan in store.orphans(folder):
+                store.abort(orphan)
+
+
+def _tidy_root(store: Store, names: set[str]) -> None:
+    """Remove what killed runs left of these files. The root may have files of others, who call theirs otherwise."""
+    for one in store.children(""):
+        if (found := _TEMPORARY.fullmatch(one)) and found[1] in names:
+            store.delete(one)
+    if isinstance(store, HasOrphans):
+        for orphan in store.orphans():
+            if orphan.key in names:
                 store.abort(orphan)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import os
+import stat
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +30,7 @@ class Format:
     """A format by name. ``shows``: the names that it is known by. ``reader``, ``writer``: modules of this folder, empty
     if it is not read or written. ``engine``: what alone can cut an optimizer as this format stores it. ``before``:
     formats whose names are there too, of files that belong to this one. ``weights``: it holds nothing but parameters
-    and buffers.
+    and buffers. ``whole``: its tensors are whole, and which rank holds what of a model is not in it.
     """
 
     name: str
@@ -39,6 +41,7 @@ class Format:
     engine: str | None = None
     before: tuple[str, ...] = ()
     weights: bool = False
+    whole: bool = False
 
 
 FORMATS = {
@@ -53,11 +56,13 @@ FORMATS = {
             "universal", "DeepSpeed universal", "mp_rank_*_model_states.pt beside zero/, in a folder or *_universal/",
             "read_universal", "write_universal", "deepspeed", ("torch",),
         ),
-        Format("dcp", "torch.distributed.checkpoint", ".metadata", "read_dcp", "write_dcp", before=("torch",)),
+        Format(
+            "dcp", "torch.distributed.checkpoint", ".metadata", "read_dcp", "write_dcp", before=("torch",), whole=True,
+        ),
         Format("megatron", "Megatron-core", ".metadata and common.pt", "read_megatron", before=("dcp", "torch")),
         Format(
             "safetensors", "as Hugging Face has them", "*.safetensors", "read_safetensors", "write_safetensors",
-            before=("torch",), weights=True,
+            before=("torch",), weights=True, whole=True,
         ),
         Format("torch", "a state dict by torch.save", "*.pt, *.pth or *.bin", "read_torch"),
     )
@@ -66,6 +71,8 @@ FORMATS = {
 
 READABLE = tuple(one.name for one in FORMATS.values() if one.reader)
 WRITABLE = tuple(one.name for one in FORMATS.values() if one.writer)
+_OF_ONE_FILE = ("safetensors", "torch")
+"""Formats of which a file may be a checkpoint by itself."""
 
 
 def open_source(url: str, *, step: int | None = None, options: ReadOptions, format: str | None = None) -> Opened:
@@ -79,15 +86,38 @@ def open_source(url: str, *, step: int | None = None, options: ReadOptions, form
 
     Raises:
         NoSuchCheckpoint: nothing there has the names of any format.
-        ConfigError: several formats are there, or an unknown one was asked for.
+        ConfigError: several formats are there, or an unknown one was asked for, or it is one file of a checkpoint, or
+            a FIFO or device.
         CkptError: whatever the reader finds.
     """
     if format is not None and format not in READABLE:
         raise ConfigError(f"format {format!r} is not read, expected one of {', '.join(READABLE)}")
     store = _store_of(url)
     chosen = format if format is not None else format_of(store)
+    if isinstance(store, OneFile) and chosen not in _OF_ONE_FILE:
+        other = ", or take it as what it is by itself (--from torch)" if store.key.endswith(".pt") else ""
+        raise ConfigError(
+            f"{store.url} is one file of a checkpoint ({FORMATS[chosen].title}): give the folder that it is in{other}"
+        )
     opened: Opened = _function(FORMATS[chosen].reader, "open")(store, store.url, step=step, options=options)
     return opened
+
+
+def open_target(url: str) -> Store:
+    """Open the place that is to be written.
+
+    Raises:
+        ConfigError: a file (or FIFO, or device) is there, or in place of a folder on the way to it.
+    """
+    store = open_store(url)
+    if isinstance(store, LocalStore):
+        there = store.root
+        while not os.path.lexists(there) and os.path.dirname(there) != there:
+            there = os.path.dirname(there)
+        if not os.path.isdir(there):
+            shown = LocalStore(there).url
+            raise ConfigError(f"cannot write into {store.url}: {shown} is there, and is no folder")
+    return store
 
 
 def format_of(store: Store) -> str:
@@ -169,4 +199,18 @@ def _store_of(url: str) -> Store:
             raise
         except StoreError:  # nothing is there, or a folder
             pass
-    return open_store(url)
+    store = open_store(url)
+    return _unless_folder(store) if isinstance(store, LocalStore) else store
+
+
+def _unless_folder(store: LocalStore) -> Store:
+    """Return the store of a folder, or of a file whose name has no dot."""
+    try:
+        mode = os.stat(store.root).st_mode
+    except OSError:  # said by whoever reads
+        return store
+    if stat.S_ISREG(mode):
+        return OneFile(LocalStore(os.path.dirname(store.root)), os.path.basename(store.root))
+    if not stat.S_ISDIR(mode):
+        raise ConfigError(f"{store.url} is neither a folder nor a file: a FIFO, a socket or a device")
+    return store

@@ -8,11 +8,12 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 
 from ckpt.convert.compare import EQUAL, Row, compare_written
-from ckpt.convert.find import FORMATS, open_source, writer_of
+from ckpt.convert.find import FORMATS, open_source, open_target, writer_of
 from ckpt.convert.opened import Opened
 from ckpt.convert.options import WEIGHTS, ReadOptions, WriteOptions, Written
 from ckpt.convert.target import Target, target_of
-from ckpt.store.open import check_apart, open_store
+from ckpt.store.open import check_apart
+from ckpt.words import count
 
 Bar = Callable[[str], AbstractContextManager[Callable[[int, int], None]]]
 """From what is done (``writing``) to what is told of it (bytes done, bytes in all)."""
@@ -65,7 +66,7 @@ def convert(asked: Conversion, bar: Bar) -> Result:
     Raises:
         CkptError: whatever can be known before it is raised before anything is written.
     """
-    writer, store = writer_of(asked.to), open_store(asked.destination)
+    writer, store = writer_of(asked.to), open_target(asked.destination)
     opened = open_source(asked.source, step=asked.step, options=asked.reading, format=asked.kind)
     check_apart(opened.store.url, store.url)
     format = FORMATS[asked.to]
@@ -83,6 +84,7 @@ def convert(asked: Conversion, bar: Bar) -> Result:
         vocabulary_multiple=asked.vocabulary_multiple,
         roles=options.roles,
         dtype=options.dtype,
+        cut=not format.whole,
     )
     began = time.monotonic()
     with bar("writing") as progress:
@@ -93,4 +95,11 @@ def convert(asked: Conversion, bar: Bar) -> Result:
     again = open_source(asked.destination, step=written.step, options=asked.reading, format=asked.to)
     with bar("verifying") as progress:
         rows = compare_written(opened, again, target.specs, memory=options.memory, progress=progress)
-    return replace(result, compared=tuple(rows))
+    dtypes = {spec.key: spec.dtype for spec in target.specs}
+    lost = [
+        f"{row.fqn} ({row.role}): {count(row.overflowed, 'finite element')} of SRC too large for "
+        f"{dtypes[row.fqn, row.role]}, infinite in DST"
+        for row in rows
+        if row.overflowed
+    ]
+    return replace(result, written=replace(written, lost=(*written.lost, *lost)), compared=tuple(rows))

@@ -83,6 +83,12 @@ def _read(job: Job) -> Opened:
     if files.optim:
         optimizer.add()
         wrapper = _wrapper(optimizer.first[0])
+    elif job.without_optimizer:
+        optimizer.groups.update({(mp, None): [] for mp in range(job.mp)})
+        builder.notes.append(
+            "no file *_optim_states.pt: weights alone, without masters and optimizer state; they were saved so, or all "
+            "of these files are lost"
+        )
     else:
         plain = PlainOptimizer(model, optimizer)
         plain.add()

@@ -114,8 +114,8 @@ class Files:
 
 
 def is_tag(names: list[str]) -> bool:
-    """Are these the files of a DeepSpeed checkpoint?"""
-    return any(_MODEL.fullmatch(name) for name in names)
+    """Are these files of a DeepSpeed checkpoint? Any of them, so that one that is missing can be named."""
+    return any(kind.fullmatch(name) for name in names for kind in (_MODEL, _OPTIM, _EXPERT_OPTIM, _LAYER))
 
 
 def tags_of(store: Store) -> list[str]:
@@ -181,6 +181,8 @@ def pick_tag(
 
 def _step_in(store: Store, tag: str, where: str, options: ReadOptions) -> int | None:
     files = Files.of(store, tag, where, options)
+    if not files.model:
+        return None
     step = files.read(files.model[min(files.model)]).get("global_steps")
     return step if isinstance(step, int) else None
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckpt.convert.read_deepspeed_files import Files, differing, whole
+from ckpt.convert.read_deepspeed_zero import is_zero3, optimizer_of
 from ckpt.convert.torch_names import Stored
 from ckpt.errors import MalformedData, MissingChunk, UnsupportedFeature
 from ckpt.words import some
@@ -55,6 +56,12 @@ class Job:
         section = self.config.get("zero_optimization")
         said = section.get("stage", 0) if isinstance(section, dict) else int(bool(section))
         return 3 if self.files.partitioned else said if isinstance(said, int) else 0
+
+    @property
+    def without_optimizer(self) -> bool:
+        """Is this a job of ZeRO of whose optimizer no file is there, though all of its parameters are?"""
+        stepped = self.models[0].get("param_shapes") is not None
+        return stepped and not (self.files.optim or self.files.expert_optim or self.files.partitioned)
 
     @property
     def dtype(self) -> str:
@@ -109,7 +116,8 @@ class Job:
             MalformedData: files of several checkpoints, or one that is not what DeepSpeed writes.
         """
         if (0, 0) not in files.model:
-            name = "zero_pp_rank_0_mp_rank_00_model_states.pt" if files.partitioned else "mp_rank_00_model_states.pt"
+            cut = files.partitioned or (not files.model and _of_zero3(files))
+            name = "zero_pp_rank_0_mp_rank_00_model_states.pt" if cut else "mp_rank_00_model_states.pt"
             raise MissingChunk(f"{files.where}: {name} missing")
         key = files.model[0, 0]
         first = files.read(key)
@@ -131,6 +139,8 @@ class Job:
         # Without param_shapes, though cut: BF16_Optimizer in a job without ZeRO, such as a pipeline.
         inner = first.get("optimizer")
         flat = inner is None or (isinstance(inner, dict) and "base_optimizer_state" in inner)
+        if job.without_optimizer:
+            return job
         if first.get("param_shapes") is not None or (files.optim and flat):
             files.expect(files.optim, mp, dp, _optim_pattern(files, job), what)
         elif files.optim:
@@ -139,6 +149,12 @@ class Job:
                 f"a job without ZeRO"
             )
         return job
+
+
+def _of_zero3(files: Files) -> bool:
+    """Of which stage is the optimizer? Asked only where no file of the model tells it."""
+    key = min(files.optim.values(), default=None)
+    return key is not None and is_zero3(optimizer_of(files.read(key), key))
 
 
 def _optim_pattern(files: Files, job: Job) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import struct
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -11,8 +12,8 @@ import torch
 from ckpt.convert.read_deepspeed_files import attributes, differing
 from ckpt.convert.read_deepspeed_model import Model
 from ckpt.convert.read_deepspeed_pieces import add_flat
+from ckpt.convert.read_deepspeed_steps import differs_alike, number_of, taken_by
 from ckpt.convert.read_deepspeed_zero import Cut, Partition, base_of, is_zero3, optimizer_of, part_sizes, zero3, zero12
-from ckpt.convert.stored import load_stored
 from ckpt.convert.torch_names import Stored
 from ckpt.errors import MalformedData, UnsupportedFeature
 from ckpt.layout.box import Box
@@ -24,6 +25,12 @@ if TYPE_CHECKING:
 
 _SAMPLE = 64
 """Elements of a partition that are compared with the model's."""
+_LONG_SAMPLE = 1 << 16
+"""As many if the counts of steps differ: in low precision few elements change in a step."""
+_EXACT = (0, 19)
+"""Release of DeepSpeed from which on the optimizers of ZeRO count nothing but steps; older ones take one to begin."""
+WRITTEN_FOR = "ckpt_reshard_steps"
+"""Beside the optimizer in files that we wrote: the number of optimizer steps that the model's files are of."""
 NOT_STATE = frozenset({PARAM, MASTER, BUFFER, "grad"})
 
 
@@ -40,6 +47,8 @@ class Optimizer:
     _declared: set[tuple[int, int, int | None, str]] = field(default_factory=set)
     _scalars: dict[tuple[str, str], tuple[bytes, str]] = field(default_factory=dict)
     _options: dict[int, tuple[str, list[str]]] = field(default_factory=dict)
+    _written_for: dict[str, Any] = field(default_factory=dict)
+    _alike: dict[float, str] = field(default_factory=dict)
 
     def add(self) -> None:
         """Read the optimizer files one by one and add what they hold.
@@ -64,7 +73,9 @@ class Optimizer:
     def read(self, mp: int, dp: int) -> tuple[str, dict[str, Any]]:
         """Return the name of one rank's file and what it holds of the optimizer."""
         key = self.model.job.files.optim[mp, dp]
-        return key, optimizer_of(self.model.job.files.read(key), key)
+        tree = self.model.job.files.read(key)
+        self._written_for[key] = tree.get(WRITTEN_FOR)
+        return key, optimizer_of(tree, key)
 
     def partitions(self, mp: int, dp: int, key: str, optimizer: dict[str, Any], sizes: list[int]) -> list[Partition]:
         """Return what one rank's file holds; ``sizes`` of :func:`part_sizes`."""
@@ -134,17 +145,56 @@ class Optimizer:
                 at = stored.start + piece.offset * spec.itemsize
                 stop = piece.start + piece.numel
                 add_flat(self.model.builder, spec, tiling, piece.start, stop, one.key, at, own)
-        self._check_cast(mp, one, scalars.get("step"))
+        self._check_step(mp, one, scalars.get("step"))
         for role, value in scalars.items():
             self.add_scalar(one.key, role, value, [members[piece.name] for piece in one.slices])
 
-    def _check_cast(self, mp: int, one: Partition, step: Any) -> None:
-        """Compare a few elements of the first parameter with their masters, which DeepSpeed rounds it from.
+    def _check_step(self, mp: int, one: Partition, step: Any) -> None:
+        """See that an optimizer's file and the model's are of one step: by the optimizer's count of steps and the
+        engine's, and by a few elements, which DeepSpeed rounds from their masters.
 
         Raises:
-            MalformedData: they differ, and the optimizer's count of steps is not that of the model's file either. By
-                itself each may be as it was saved: weights were edited, or an optimizer was started anew.
+            MalformedData: the counts differ, and the elements do too, or there are none to compare (ZeRO-3). Of what
+                can be compared each alone may be as it was saved: weights were edited, or an optimizer was started
+                anew.
         """
+        job, key = self.model.job, self.model.job.files.model[mp, 0]
+        taken, number = taken_by(job.models[mp]), number_of(job.files.store, step)
+        told = self._written_for.get(one.key)
+        differ = number is not None and number != taken if told is None else told != taken
+        problem = f"{job.files.where}: files of several steps: {key} is of {taken} optimizer steps, {one.key} of "
+        problem += f"{number if told is None else told:g}" if differ else ""
+        if differ and told is not None:
+            raise MalformedData(problem)
+        if differ and job.files.partitioned:
+            if number - taken not in self._alike:
+                self._alike[number - taken] = differs_alike(job.files, key.rpartition("/")[0], number - taken)
+            other = self._alike[number - taken]
+            if not other and not self._may_count_otherwise(mp, number - taken):
+                raise MalformedData(
+                    f"{problem} (an optimizer that was started anew looks alike where no other checkpoint of its job "
+                    "is beside it: DeepSpeed's ds_to_universal.py takes that, and what it writes is read)"
+                )
+            alike = f", as in {other}" if other else ""
+            self.model.builder.notes.append(f"the optimizer counts {number:g} steps, the engine {taken}{alike}")
+        same = self._same_elements(mp, one, _LONG_SAMPLE if differ else _SAMPLE)
+        if same is not False:
+            return
+        name = one.slices[0].name
+        if differ:
+            raise MalformedData(f"{problem}, and {name!r} is not the cast of its master")
+        self.model.builder.notes.append(f"{name!r} in {key} is not the cast of its master in {one.key}")
+
+    def _may_count_otherwise(self, mp: int, more: float) -> bool:
+        """May an optimizer of ZeRO-3 have counted so many more steps than its engine?"""
+        scaled = self.model.job.config.get("torch_autocast")
+        if isinstance(scaled, dict) and scaled.get("enabled"):
+            return True  # its gradient scaler skips steps by itself
+        said = re.match(r"(\d+)\.(\d+)", str(self.model.job.models[mp].get("ds_version", "")))
+        return more == 1 and (said is None or (int(said[1]), int(said[2])) < _EXACT)
+
+    def _same_elements(self, mp: int, one: Partition, most: int) -> bool | None:
+        """Is the first parameter of a partition the cast of its master? None: there is nothing to look at."""
         piece = next(iter(one.slices), None)
         held = self.model.modules[mp].get(piece.name) if piece is not None and one.expert is None else None
         if (
@@ -153,22 +203,10 @@ class Optimizer:
             or held.volume < piece.start + piece.numel
             or not held.is_contiguous
         ):
-            return
-        store, count = self.model.job.files.store, min(piece.numel, _SAMPLE)
-        if torch.equal(
-            sample(store, one.flat, piece.offset, count).to(getattr(torch, held.dtype)),
-            sample(store, held, piece.start, count),
-        ):
-            return
-        key, job = self.model.job.files.model[mp, 0], self.model.job
-        taken = job.step - (job.models[mp].get("skipped_steps") or 0)
-        number = load_stored(store, step).item() if isinstance(step, Stored) else step
-        if number is not None and number != taken:
-            raise MalformedData(
-                f"{job.files.where}: files of several steps: {key} is of {taken} optimizer steps, {one.key} of "
-                f"{number:g}, and {piece.name!r} is not the cast of its master"
-            )
-        self.model.builder.notes.append(f"{piece.name!r} in {key} is not the cast of its master in {one.key}")
+            return None
+        store, count = self.model.job.files.store, min(piece.numel, most)
+        master = sample(store, one.flat, piece.offset, count)
+        return torch.equal(master.to(getattr(torch, held.dtype)), sample(store, held, piece.start, count))
 
     @staticmethod
     def _like(one: Partition, value: Stored) -> bool:

@@ -95,7 +95,7 @@ def open_torch(store: Store, where: str, *, step: int | None = None, options: Re
 def _read(store: Store, where: str, options: ReadOptions) -> Parts:
     """Return the parts of the one model."""
     there = store.children("")
-    found = _candidates(there)
+    found = _candidates(there) or (there if len(there) == 1 else [])  # of a file that was named, the name is no matter
     if INDEX in there:
         tree: Any = {}
         for key in _indexed(store, where):

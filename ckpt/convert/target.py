@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING, Any, overload
 
 import msgspec
 
+from ckpt.convert.hf_config import described_tensors
 from ckpt.convert.known import known_layout
 from ckpt.convert.model_of import ParameterGroup, model_of, parameter_groups, roles_of, shape_of
 from ckpt.convert.naming import stack_of
 from ckpt.convert.options import ALL, WEIGHTS
+from ckpt.convert.shared_heads import shared_heads
 from ckpt.describe.exact import rank_layout
 from ckpt.describe.model import refuse
 from ckpt.describe.parallel import Parallel
@@ -31,6 +33,10 @@ if TYPE_CHECKING:
     from ckpt.convert.opened import Opened
     from ckpt.describe.model import Described, ModelSpec
     from ckpt.layout.rules import Rules
+
+
+MAX_RANKS = 2**16
+"""Each rank is a file at least, or several, and is planned for: more are a slip of the finger."""
 
 
 class Layouts(Sequence[RankLayout]):
@@ -111,6 +117,7 @@ def target_of(
     vocabulary_multiple: int | None = None,
     roles: str = ALL,
     dtype: str | None = None,
+    cut: bool = True,
 ) -> Target:
     """Return the target that these flags mean.
 
@@ -127,12 +134,16 @@ def target_of(
         vocabulary_multiple: pad each tensor rank's rows of a vocabulary to a multiple of it; None: the engine's.
         roles: ``all``, or ``weights`` for parameters and buffers.
         dtype: of parameters and buffers in floating point; None: the source's.
+        cut: does the target's format have slices of a model? If not, what is left open of ``tp``, ``pp`` and ``ep`` is
+            1 whatever the source's is.
 
     Raises:
         ConfigError: every reason at once why the source cannot be laid out like that.
     """
     asked = {"dp": dp, "tp": tp, "pp": pp, "ep": ep, "zero": zero}
     source, source_stages = known_layout(opened)
+    if not cut:
+        source, source_stages = {name: n for name, n in source.items() if name in ("dp", "zero")}, ()
     known = {name: value if value is not None else source.get(name) for name, value in asked.items()}
     given: dict[str, Any] = {name: value for name, value in known.items() if value is not None}
     if engine is None:
@@ -145,11 +156,14 @@ def target_of(
     if stack_of(t.fqn for t in model.tensors) == "":
         parallel = msgspec.structs.replace(parallel, stages=_with_tensors(stages, model.layers))
     problems = [*parallel.problems(), *problems, *_misfits(model, parallel)]
+    if parallel.tp > 1:
+        problems += shared_heads(model, parallel, described_tensors(opened))
     held = {fqn: _wanted(one, roles, dtype) for fqn, one in roles_of(opened).items()}
     derived = frozenset(opened.derived) if roles == ALL else frozenset()
     problems += _uncut(model, parallel, held) if problems else []
     if problems:
-        refuse(f"{opened.where} cannot be laid out like this", dict.fromkeys(problems))
+        as_before = f" (tp {parallel.tp} is SRC's: give --rules, or --tp 1)" if tp is None and parallel.tp > 1 else ""
+        refuse(f"{opened.where} cannot be laid out like this{as_before}", dict.fromkeys(problems))
     description = _Carried(model, parallel, held, derived)
     empty = [spec for one in held.values() if 0 in shape_of(one) for spec in one.values()]
     specs = tuple(sorted(spec for one in held.values() for spec in one.values()))
@@ -185,6 +199,9 @@ def _with_tensors(stages: tuple[int, ...], layers: int) -> tuple[int, ...]:
 
 def _misfits(model: ModelSpec, parallel: Parallel) -> Iterator[str]:
     """Yield what model and degrees have against each other, but for tensor parallelism."""
+    if parallel.ranks > MAX_RANKS:
+        degrees = ", ".join(f"{name} {n}" for name in ("dp", "tp", "pp") if (n := getattr(parallel, name)) > 1)
+        yield f"{degrees}: {parallel.ranks} ranks, at most {MAX_RANKS} are written for"
     if parallel.pp > 1 and model.layers < parallel.pp:
         yield f"pp {parallel.pp} is more stages than the {model.layers} layers that the names of its tensors show"
     elif parallel.stages and sum(parallel.stages) != model.layers:

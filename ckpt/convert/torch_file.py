@@ -72,6 +72,8 @@ def read_tree(
     names = Names(inert)
     head = file.read(len(_LEGACY))
     file.seek(0)
+    if not head:
+        raise MalformedData(f"{file.where}: is empty, no file of torch.save")
     if head.startswith(_ZIP):
         return _read_zip(file, names, trust_pickle)
     if head == _LEGACY:
@@ -109,6 +111,8 @@ def _open(store: Store, key: str, start: int, nbytes: int | None) -> RangeFile:
     size = store.size(key)
     if size is None:
         raise ObjectNotFound(f"read {where}: no such object", key)
+    if not size:
+        store.get(key, 0, 1)  # what is no file (a FIFO, a device) has no size either, and says here what it is
     count = size - start if nbytes is None else nbytes
     if not 0 <= start <= start + count <= size:
         raise MalformedData(f"{where}: {count} bytes from byte {start}, the file has {size}")

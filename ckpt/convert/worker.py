@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import os
 import queue
+import signal
+import sys
 import threading
 from typing import IO
 
@@ -15,6 +17,7 @@ def main() -> None:
     from ckpt.convert.workers import Message, send
     from ckpt.errors import to_wire
 
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # on the way out it removes files that are not whole
     told = os.fdopen(os.dup(0), "rb")
     says = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # whatever prints must not end up among the messages

@@ -229,7 +229,8 @@ class _Crew:
         finally:
             self._end(gently=len(wrote) == len(self.tasks))
             for thread in threads:
-                thread.join()
+                with suppress(RuntimeError):  # Ctrl-C has come before it began
+                    thread.join()
             for process in self._processes:
                 _pipe(process.stdout).close()
         return wrote
@@ -246,16 +247,17 @@ class _Crew:
 
     def _end(self, *, gently: bool) -> None:
         for process in self._processes:
-            if not gently:
-                process.kill()
-            with suppress(OSError):
-                _pipe(process.stdin).close()
+            if gently:
+                _close(process)
+            else:
+                process.terminate()  # it takes away what it has begun
         for process in self._processes:
             try:
                 process.wait(GRACE_SECONDS)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+            _close(process)
 
 
 def _start() -> subprocess.Popen[bytes]:
@@ -267,7 +269,13 @@ def _start() -> subprocess.Popen[bytes]:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env={**os.environ, "PYTHONPATH": path},
+        start_new_session=True,  # Ctrl-C is for this process, which ends the others in order
     )
+
+
+def _close(process: subprocess.Popen[bytes]) -> None:
+    with suppress(OSError):
+        _pipe(process.stdin).close()
 
 
 def _pipe(pipe: IO[bytes] | None) -> IO[bytes]:

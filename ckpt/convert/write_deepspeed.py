@@ -16,6 +16,7 @@ from ckpt.convert.assemble import Assembler
 from ckpt.convert.file_writing import write_files
 from ckpt.convert.options import WEIGHTS
 from ckpt.convert.plan_ours import shares
+from ckpt.convert.read_deepspeed_optim import WRITTEN_FOR
 from ckpt.convert.torch_pickle import Planned
 from ckpt.convert.torch_write import TorchFile
 from ckpt.convert.write_deepspeed_optim import VERSION, Optimizer
@@ -217,9 +218,18 @@ class DeepSpeedFiles:
         """Return the tree of a ``*_optim_states.pt``."""
         return {
             "optimizer_state_dict": self.optimizer.zero(held, rank),
+            WRITTEN_FOR: self._steps(),
             "ds_config": self._config(),
             "ds_version": VERSION,
         }
+
+    def _steps(self) -> int:
+        """Return the optimizer steps that the model's files speak of; the optimizer's own count may be another one, if
+        the source comes from elsewhere, and DeepSpeed does not read this.
+        """
+        counters = self.objects.get("engine")
+        taken: int = counters.get("global_steps", self.step) - counters.get("skipped_steps", 0)
+        return taken
 
     def layer(self, held: Slice, number: int) -> dict[str, Any]:
         """Return the tree of a ``layer_*-model_states.pt``."""

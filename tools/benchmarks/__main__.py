@@ -197,7 +197,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--tmpfs", type=Path, default=Path("/dev/shm"), help="a folder in memory (default /dev/shm)")
     parser.add_argument("--limit", type=float, default=1800, help="seconds a layout (default 1800)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every measurement")
-    parser.add_argument("--from-json", type=Path, metavar="FILE", help="show what an earlier run wrote")
+    parser.add_argument(
+        "--from-json", type=Path, metavar="FILE", nargs="+", help="show what earlier runs wrote, one behind the other"
+    )
     parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="draw it (needs matplotlib)")
     parser.add_argument("--md", action="store_true", help="print Markdown")
     parser.add_argument("--log", metavar="PREFIX", help="keep the ranks' output as PREFIX-LAYOUT")
@@ -219,7 +221,9 @@ def main() -> None:
     options.dir.mkdir(parents=True, exist_ok=True)
     console = Console(width=None if sys.stdout.isatty() else 170, highlight=False)
     if options.from_json:
-        result = json.loads(options.from_json.read_text())
+        result, *others = [json.loads(path.read_text()) for path in options.from_json]
+        for other in others:
+            result = {**result, **{name: result[name] + other[name] for name in ("layouts", "failed")}}
     else:
         result = launch(options, Console(stderr=True, highlight=False))
     for table in tables(result):

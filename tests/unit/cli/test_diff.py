@@ -10,6 +10,7 @@ from click.testing import CliRunner
 from ckpt import errors
 from ckpt.cli.diff import DIFFERENT
 from ckpt.cli.main import cli
+from ckpt.cli.start import INTERRUPTED
 from tests.harness.steps import three_steps
 
 
@@ -28,7 +29,7 @@ def test_the_table_of_exit_codes_has_every_class_and_this_one() -> None:
     text = (Path(__file__).resolve().parents[3] / "docs/cli.md").read_text()
     table = dict(re.findall(r"^\| (\d+) \| (.*?) \|", text.partition("## Exit codes")[2], re.MULTILINE))
     classes = {cls for cls in vars(errors).values() if isinstance(cls, type) and issubclass(cls, errors.CkptError)}
-    assert {int(code) for code in table} == {0, DIFFERENT, *(cls.exit_code for cls in classes)}
+    assert {int(code) for code in table} == {0, DIFFERENT, INTERRUPTED, *(cls.exit_code for cls in classes)}
     assert DIFFERENT not in {cls.exit_code for cls in classes}
     for cls in classes:
         if cls.__base__ is errors.CkptError and cls.exit_code != 1:

@@ -88,7 +88,7 @@ def test_all_axes_at_once_and_back(root: Path, tmp_path: Path) -> None:
     layout = {"dp": 2, "tp": 2, "pp": 2, "ep": 1, "zero": 1, "stages": [1, 3]}
     assert there["destination"] == {"where": str(tmp_path / "a"), "format": "ckpt", "step": 7, **layout}
     assert there["source"]["format"] == "ckpt"
-    assert there["verified"] == {"equal": True, "tensors": 46, "unequal": []}
+    assert there["verified"] == {"equal": True, "tensors": 46, "overflowed": 0, "unequal": []}
     assert (there["lost"], there["tensors"], there["bytes_present"]) == ([], 46, 0)
     assert there["bytes_read"] > 0
     document("reshard", tmp_path / "a", tmp_path / "b", *("--dp", "5", "--tp", "1", "--pp", "1", "--zero", "3"))
@@ -124,6 +124,24 @@ def test_import_takes_a_file_of_somebody_else(tmp_path: Path) -> None:
     assert done["source"]["format"] == "torch"
     assert done["verified"]["equal"]
     assert run("diff", tmp_path / "model.pt", tmp_path / "dst").splitlines()[-1] == "1 tensor: 1 equal"
+
+
+def test_what_a_dtype_makes_infinite_is_told(tmp_path: Path) -> None:
+    torch.save({"layers.0.weight": torch.tensor([1.0, 1e6, float("inf")])}, tmp_path / "model.pt")
+    done = document("import", tmp_path / "model.pt", tmp_path / "dst", "--dtype", "fp16", "--verify")
+    told = "layers.0.weight (param): 1 finite element of SRC too large for float16, infinite in DST"
+    assert told in done["lost"]
+    assert done["verified"] == {"equal": True, "tensors": 1, "overflowed": 1, "unequal": []}
+
+
+def test_slices_of_the_source_do_not_matter_where_tensors_are_whole(root: Path, tmp_path: Path) -> None:
+    (tmp_path / "rules.yaml").write_text(RULES)
+    run("reshard", root, tmp_path / "cut", "--tp", "2", "--rules", tmp_path / "rules.yaml")
+    done = document("export", tmp_path / "cut", tmp_path / "model", "--to", "safetensors")
+    assert (done["source"]["tp"], done["destination"]["tp"]) == (2, 1)
+    assert document("export", tmp_path / "cut", tmp_path / "dcp", "--to", "dcp")["destination"]["tp"] == 1
+    refused = error("reshard", tmp_path / "cut", tmp_path / "to", "--dp", "4", code=2)
+    assert "tp 2 is SRC's: give --rules, or --tp 1" in refused["message"]
 
 
 def test_urls_are_places_too(root: Path, tmp_path: Path) -> None:
@@ -209,6 +227,7 @@ def test_a_bar_is_drawn_on_a_terminal(root: Path, tmp_path: Path) -> None:
                 break
         assert process.wait() == 0, drawn
     os.close(mine)
+    assert drawn.startswith(b"planning")
     assert b"writing" in drawn
     assert b"verifying" in drawn
     assert b"B/s" in drawn

@@ -138,3 +138,15 @@ def test_damage_is_an_error_and_no_difference(tmp_path) -> None:
     pack.write_bytes(raw)
     with pytest.raises(DigestMismatch, match="tensor 'emb'"):
         compare(good, good)
+
+
+def test_what_a_cast_makes_infinite_is_counted() -> None:
+    values = np.array([1, 1e6, -1e6, np.inf, np.nan, 65504], "f4")
+    source = Source().put("w", "param", (6,), "float32", values.tobytes()).open()
+    with np.errstate(over="ignore"):
+        cast = values.astype("f2")
+    written = Source().put("w", "param", (6,), "float16", cast.tobytes()).open()
+    found = compare_written(source, written, [TensorSpec("w", "param", "float16", (6,))])
+    assert found == [Row("w", "param", "equal", overflowed=2)]
+    same = compare_written(source, source, source.specs)
+    assert same == [Row("w", "param", "equal")]

@@ -1,13 +1,15 @@
 from __future__ import annotations
 
 import ast
+import os
 from pathlib import Path
 
 import pytest
+import torch
 
 from ckpt.cli import reshard, source
 from ckpt.convert import find
-from ckpt.convert.find import FORMATS, READABLE, WRITABLE, OneFile, format_of, open_source, writer_of
+from ckpt.convert.find import FORMATS, READABLE, WRITABLE, OneFile, format_of, open_source, open_target, writer_of
 from ckpt.convert.options import ReadOptions
 from ckpt.errors import ConfigError, NoSuchCheckpoint
 from ckpt.store.local import LocalStore
@@ -83,6 +85,37 @@ def test_a_relative_file_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.chdir(tmp_path)
     assert find._store_of("a.pt").url == f"{tmp_path}/a.pt"
     assert find._store_of("..").url == str(tmp_path.parent)
+
+
+def test_one_file_of_a_checkpoint_says_to_give_the_folder(tmp_path: Path) -> None:
+    held = {"module": {"w": torch.ones(2, 3)}, "global_steps": 4, "optimizer": None}
+    path = tmp_path / STEP / "mp_rank_00_model_states.pt"
+    folder(tmp_path, *NAMES["dcp"], *NAMES["deepspeed"])
+    torch.save(held, path)
+    with pytest.raises(ConfigError, match=r"one file of a checkpoint \(DeepSpeed\): give the folder .*--from torch"):
+        open_source(str(path), options=ReadOptions())
+    with pytest.raises(ConfigError, match=r"give the folder that it is in$"):
+        open_source(str(tmp_path / ".metadata"), options=ReadOptions())
+    found = open_source(str(path), options=ReadOptions(), format="torch")
+    assert [(spec.fqn, spec.shape) for spec in found.specs] == [("w", (2, 3))]
+    assert found.step == 4
+
+
+def test_what_is_no_folder_is_told(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    os.mkfifo(tmp_path / "pipe.pt")
+    for url in ("/dev/null", str(tmp_path / "pipe"), str(tmp_path / "pipe.pt")):
+        with pytest.raises(ConfigError, match="neither a folder nor a file"):
+            open_source(url, options=ReadOptions())
+    torch.save({"w": torch.ones(2)}, tmp_path / "model")
+    with pytest.raises(NoSuchCheckpoint, match="found model"):
+        open_source(str(tmp_path / "model"), options=ReadOptions())
+    assert open_source(str(tmp_path / "model"), options=ReadOptions(), format="torch").specs[0].fqn == "w"
+    for place in ("model", "model/below", "pipe"):
+        with pytest.raises(ConfigError, match="is there, and is no folder"):
+            open_target(str(tmp_path / place))
+    assert open_target(str(tmp_path / "new/below")).children("") == []
+    assert open_target(str(tmp_path)).url == str(tmp_path)
 
 
 def test_a_named_format_is_not_looked_for(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import os
 import shutil
 from random import Random
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,7 @@ from ckpt.errors import (
     MalformedData,
     MissingChunk,
     NoSuchCheckpoint,
+    StoreError,
     UnsupportedFeature,
     UnsupportedLayout,
 )
@@ -365,17 +367,54 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         (1, name_of(11)),
         (1, "mp_rank_00_model_states.pt"),
         (3, name_of(0)),
+        (3, "zero_pp_rank_0_mp_rank_00_model_states.pt"),
         (3, "zero_pp_rank_10_mp_rank_00_model_states.pt"),
     ):
         folder = tmp_path / f"{stage}{name}"
         (write_zero3 if stage == 3 else write_zero12)(folder, model(), 12)
         (folder / name).unlink()
-        if name.startswith("mp_rank"):
-            assert not is_deepspeed(open_store(str(folder)))
-            continue
         kind, message = broken(folder)
         assert kind is MissingChunk
         assert f"{name} missing" in message
+
+
+def test_all_files_of_the_model_are_missing(tmp_path: Path) -> None:
+    for stage, name in ((1, "mp_rank_00_model_states.pt"), (3, "zero_pp_rank_0_mp_rank_00_model_states.pt")):
+        folder = tmp_path / f"{stage}" / TAG
+        (write_zero3 if stage == 3 else write_zero12)(folder, model(), 2)
+        for path in folder.glob("*model_states.pt"):
+            path.unlink()
+        assert broken(tmp_path / f"{stage}") == (MissingChunk, f"{folder}: {name} missing")
+        with pytest.raises(NoSuchCheckpoint):
+            opened(tmp_path / f"{stage}", step=77)
+
+
+def test_without_any_file_of_the_optimizer_there_are_weights(tmp_path: Path) -> None:
+    held = model()
+    for stage in (1, 3):
+        folder = tmp_path / f"{stage}"
+        (write_zero3 if stage == 3 else write_zero12)(folder, held, 2)
+        for path in folder.glob("*optim_states.pt"):
+            path.unlink()
+    assert broken(tmp_path / "3")[0] is MissingChunk  # nothing else holds the parameters
+    found = opened(tmp_path / "1")
+    assert {spec.role for spec in found.specs} == {"param", "buffer"}
+    arrays = arrays_of(found)
+    assert arrays["a.weight", "param"].tobytes() == raw(held.groups[0]["a.weight"].to(held.low)).tobytes()
+    assert (found.derived, found.world, found.degrees["zero"]) == ((), 2, 1)
+    assert any("no file *_optim_states.pt" in note for note in found.notes)
+
+
+def test_a_fifo_in_place_of_a_file_is_told(tmp_path: Path) -> None:
+    for name in ("mp_rank_00_model_states.pt", name_of(1)):
+        folder = tmp_path / name
+        write_zero12(folder, model(), 2)
+        (folder / name).unlink()
+        os.mkfifo(folder / name)
+        kind, message = broken(folder)
+        assert kind is StoreError
+        assert name in message
+        assert "a FIFO is there, expected a file" in message
 
 
 def test_a_file_that_is_cut_off_is_named(tmp_path: Path) -> None:
@@ -428,6 +467,44 @@ def test_a_model_of_another_step_than_its_optimizer_is_seen(tmp_path: Path) -> N
     assert kind is MalformedData
     assert "files of several steps" in message
     assert "mp_rank_00_model_states.pt is of 7 optimizer steps" in message
+
+
+def test_files_of_zero3_of_another_step_than_the_optimizers_are_seen(tmp_path: Path) -> None:
+    write_zero3(tmp_path / "4", model(step=4.0), 2, global_steps=4)
+    write_zero3(tmp_path / "3", model(step=3.0), 2, global_steps=3)
+    opened(tmp_path / "4")
+    for later, earlier in (("4", "3"), ("3", "4")):
+        mixed = tmp_path / f"mixed{later}"
+        shutil.copytree(tmp_path / later, mixed)
+        for path in (tmp_path / earlier).glob("*optim_states.pt"):
+            shutil.copy(path, mixed)
+        kind, message = broken(mixed)
+        assert kind is MalformedData
+        names = f"zero_pp_rank_0_mp_rank_00_model_states.pt is of {later} optimizer steps, {name_of(0)} of {earlier}"
+        assert f"files of several steps: {names}" in message
+    for n, held in enumerate((model(step=None), model(step=4.0))):
+        write_zero3(tmp_path / f"good{n}", held, 2, global_steps=6, skipped_steps=2)
+        assert opened(tmp_path / f"good{n}").step == 6
+
+
+def test_an_optimizer_of_zero3_that_was_started_anew_is_behind_in_all_checkpoints(tmp_path: Path) -> None:
+    for n in (7, 9):
+        write_zero3(tmp_path / f"global_step{n}", model(step=n - 5.0), 2, global_steps=n)
+    (tmp_path / "latest").write_text("global_step9")
+    assert "the optimizer counts 4 steps, the engine 9, as in global_step7" in opened(tmp_path).notes
+    assert broken(tmp_path / "global_step9")[0] is MalformedData  # seen alone
+    for path in (tmp_path / "global_step7").glob("*optim_states.pt"):
+        shutil.copy(path, tmp_path / "global_step9")
+    kind, message = broken(tmp_path)
+    assert kind is MalformedData
+    assert "is of 9 optimizer steps" in message
+
+
+def test_an_older_optimizer_of_zero3_counts_one_more(tmp_path: Path) -> None:
+    write_zero3(tmp_path / "old", model(step=6.0), 2, ds_version="0.9.2")
+    assert "the optimizer counts 6 steps, the engine 5" in opened(tmp_path / "old").notes
+    write_zero3(tmp_path / "much", model(step=7.0), 2, ds_version="0.9.2")
+    assert broken(tmp_path / "much")[0] is MalformedData
 
 
 def test_ranks_of_several_steps_of_zero3_are_seen(tmp_path: Path) -> None:

@@ -278,3 +278,90 @@ def test_places_by_name() -> None:
     assert {place_of(name) for name in last} == {"last"}
     assert {place_of(name) for name in first} == {"first"}
     assert layer_of("model.layers.12.mlp.w", "model.layers.") == 12
+
+
+ATTENTION = {"k.weight": (16, 32), "k.bias": (16,), "o.weight": (32, 32), "q.weight": (32, 32), "up.weight": (64, 32)}
+
+
+def attention(**heads: int) -> Rules:
+    """Eight query heads of four, and four key heads."""
+    q, k = heads.get("q", 8), heads.get("k", 4)
+    return Rules.of(
+        {
+            "tensors": [
+                {"match": r"q\.weight", "dim": 0, "heads": q},
+                {"match": r"k\..*", "dim": 0, "heads": k},
+                {"match": r"o\.weight", "dim": 1, "heads": q},
+                {"match": r"up\.weight", "dim": 0},
+            ]
+        }
+    )
+
+
+def test_heads_of_keys_may_be_shared_and_those_of_queries_never() -> None:
+    source = Source().weights(ATTENTION).open()
+    target = target_of(source, tp=8, rules=attention())
+    assert len(target.layouts) == 8
+    with pytest.raises(ConfigError) as refused:
+        target_of(source, tp=16, rules=attention())
+    _, *lines = str(refused.value).split("\n  - ")
+    assert [line.split()[0] for line in lines] == ["'o.weight'", "'q.weight'"]
+    assert all("tp 16 is more than its 8 heads" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("rule", "refused"),
+    [
+        ({"fused": [{"size": 16, "heads": 4}, {"size": 8, "heads": 2}, {"size": 8, "heads": 2}]}, "4 heads"),
+        ({"fused": [{"size": 16, "heads": 8}, {"size": 8, "heads": 2}, {"size": 8, "heads": 2}]}, ""),
+        ({"fused": [{"size": 16, "heads": 4}, {"size": 16, "heads": 4}]}, ""),
+        ({"heads": 4}, ""),
+        ({"heads": 4, "dim": 1}, "4 heads"),
+        ({"size": 32}, ""),
+    ],
+    ids=str,
+)
+def test_what_eight_ranks_may_share(rule, refused) -> None:
+    rules = Rules.of({"tensors": [{"match": "w", "dim": 0, **rule}]})
+    source = Source().weights({"w": (32, 32)}).open()
+    if not refused:
+        assert target_of(source, tp=8, rules=rules).parallel.tp == 8
+        return
+    with pytest.raises(ConfigError, match=f"tp 8 is more than its {refused}"):
+        target_of(source, tp=8, rules=rules)
+
+
+def test_rows_that_do_not_suffice_for_all_ranks_are_not_shared() -> None:
+    rules = Rules.of({"tensors": [{"match": "w", "dim": 1}]})
+    with pytest.raises(ConfigError, match="tp 8 is more than its size 4"):
+        target_of(Source().weights({"w": (8, 4)}).open(), tp=8, zero=1, rules=rules)
+
+
+def test_a_config_says_how_many_heads_queries_have() -> None:
+    config = {
+        "model_type": "llama", "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 8, "vocab_size": 64,
+        "num_key_value_heads": 4, "intermediate_size": 64, "max_position_embeddings": 8, "rms_norm_eps": 1e-5,
+    }  # fmt: skip
+    source = Source("safetensors").weights({t.fqn: t.shape for t in model_of_config(config).tensors})
+    source._store.put("config.json", json.dumps(config).encode())
+    assert target_of(source.open(), tp=8).parallel.tp == 8
+    with pytest.raises(ConfigError) as refused:
+        target_of(source.open(), tp=16)
+    _, *lines = str(refused.value).split("\n  - ")
+    assert sorted(line.split()[0].split(".")[-2] for line in lines) == ["o_proj", "q_proj"]
+
+
+def test_a_format_of_whole_tensors_needs_no_cut_and_others_say_what_to_do() -> None:
+    source = gpt()
+    source.builder.degrees = {"dp": 2, "tp": 2, "pp": 2, "zero": 1}
+    parallel = target_of(source.open(), cut=False).parallel
+    assert (parallel.dp, parallel.tp, parallel.pp, parallel.zero) == (2, 1, 1, 1)
+    with pytest.raises(ConfigError, match=r"tp 2 is SRC's: give --rules, or --tp 1"):
+        target_of(source.open(), dp=4)
+    assert target_of(source.open(), dp=4, tp=1).parallel.ranks == 8
+    assert target_of(source.open(), rules=RULES).parallel.ranks == 8
+
+
+def test_a_slip_of_the_finger_is_no_layout() -> None:
+    with pytest.raises(ConfigError, match="dp 1048576: 1048576 ranks, at most 65536"):
+        target_of(gpt().open(), dp=2**20, zero=1)

@@ -90,6 +90,16 @@ def test_a_worker_that_is_killed_ends_the_conversion_and_the_next_one_goes_on(sr
     assert differences(held_by(store), values()) == []
 
 
+def test_an_interruption_leaves_no_file_that_is_not_whole(src, tmp_path):
+    def stop(_done: int, _total: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write(again(src), TARGET, LocalStore(str(tmp_path / "dst")), WriteOptions(workers=2, progress=stop))
+    assert children() == []
+    assert [*(tmp_path / "dst").rglob(".tmp-*")] == []
+
+
 def test_another_number_of_workers_goes_on_where_a_run_was_stopped(src, tmp_path):
     store = LocalStore(str(tmp_path / "dst"))
 

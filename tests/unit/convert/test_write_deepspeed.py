@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import random
 from dataclasses import replace
 from typing import Any
@@ -21,13 +22,15 @@ from ckpt.convert.target import target_of
 from ckpt.convert.torch_file import read_tree
 from ckpt.convert.write_deepspeed import write_deepspeed
 from ckpt.convert.write_deepspeed_slice import Member, dealt, gathered, partition_of, pieces_of, sub_groups_of
+from ckpt.convert.write_safetensors import write_safetensors
 from ckpt.convert.write_universal import write_universal
-from ckpt.errors import ConfigError, LayoutError, StoreError, UnsupportedLayout
+from ckpt.errors import ConfigError, LayoutError, MalformedData, StoreError, UnsupportedLayout
 from ckpt.layout.box import Box
 from ckpt.layout.rules import Rules
 from ckpt.layout.spec import Shard, TensorSpec
 from ckpt.layout.tiling import Tiling, fused
 from ckpt.runtime.staging import tensor_bytes
+from ckpt.store.local import LocalStore
 from ckpt.store.memory import MemoryStore
 
 # ------------------------------------------------------------------------------------------------------------ geometry
@@ -269,6 +272,32 @@ def test_universal_files_hold_each_parameter_whole() -> None:
 # ------------------------------------------------------------------------------------------------ what cannot be, fails
 
 
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_weights_alone_are_read_back(zero) -> None:
+    opened, store = source(), MemoryStore()
+    target = target_of(opened, dp=2, zero=zero, engine="deepspeed", roles=WEIGHTS)
+    write_deepspeed(opened, store, target, WriteOptions(roles=WEIGHTS))
+    again = open_deepspeed(store, "there", options=ReadOptions(rules=RULES))
+    assert {row.status for row in compare_written(opened, again, target.specs)} == {"equal"}
+    assert any("no file *_optim_states.pt" in note for note in again.notes) == (zero in (1, 2))
+
+
+def test_files_of_two_conversions_are_told_apart() -> None:
+    stores = [MemoryStore(), MemoryStore()]
+    for steps, store in enumerate(stores):
+        opened = source()
+        counters = {"global_steps": 7 + steps, "global_samples": 70, "skipped_steps": 1}
+        kept = [replace(one, tree=counters) if one.name == "engine" else one for one in opened.objects]
+        opened = replace(opened, objects=tuple(kept))
+        write_deepspeed(opened, store, target_of(opened, dp=2, zero=3, engine="deepspeed"), WriteOptions())
+    for key, data in stores[1].objects.items():
+        if key.endswith("optim_states.pt"):
+            stores[0].objects[key] = data
+    open_deepspeed(stores[1], "good", options=ReadOptions(rules=RULES))
+    with pytest.raises(MalformedData, match=r"several steps: .*model_states.pt is of 6 .*optim_states.pt of 7"):
+        open_deepspeed(stores[0], "mixed", options=ReadOptions(rules=RULES))
+
+
 @pytest.mark.parametrize("zero", [0, 1, 3])
 def test_weights_alone(zero) -> None:
     options = WriteOptions(roles=WEIGHTS, dtype="float16")
@@ -397,6 +426,33 @@ def test_a_source_that_breaks_off_leaves_no_file_of_a_band(monkeypatch) -> None:
     with pytest.raises(StoreError, match="gone"):
         write_deepspeed(opened, store, target, WriteOptions())
     assert not [key for key in store.objects if key.endswith("optim_states.pt")]
+
+
+def test_temporary_files_of_killed_runs_are_removed_and_nothing_else(tmp_path) -> None:
+    opened, store = source(), LocalStore(str(tmp_path))
+    target = target_of(opened, dp=1)
+    done = write_safetensors(opened, store, target, WriteOptions(roles=WEIGHTS))
+    names = set(os.listdir(tmp_path))
+    (model,) = (key for key in done.files if key.endswith(".safetensors"))
+    number = "0123456789abcdef"
+    gone = {f".tmp-{number}-{model}", f".tmp-{number}-{MARK}"}
+    kept = {".tmp-mine", f".tmp-{number}-other.safetensors", f".tmp-{number}"}
+    for name in gone | kept:
+        (tmp_path / name).touch()
+    write_safetensors(opened, store, target, WriteOptions(roles=WEIGHTS))
+    assert set(os.listdir(tmp_path)) == names | kept
+
+
+def test_memory_that_can_be_needed_is_told_not_the_budget() -> None:
+    opened = source()
+    target = target_of(opened, dp=2, zero=3, engine="deepspeed")
+    said = [
+        write_deepspeed(opened, MemoryStore(), target, WriteOptions(dry_run=True, workers=workers, memory=memory))
+        for workers, memory in ((1, 2 << 30), (1, 8 << 30), (64, 8 << 30), (1, 100 << 20))
+    ]
+    assert said[0].memory == said[1].memory < 1 << 30
+    assert said[2].memory <= said[1].memory  # all files are of one band
+    assert said[3].memory <= 100 << 20
 
 
 def test_a_dry_run_writes_nothing_and_says_everything() -> None:
