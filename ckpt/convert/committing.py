@@ -8,9 +8,7 @@ root, commit (docs/format.md); journals of packs, which only a run that goes on 
 from __future__ import annotations
 
 import json
-import logging
-import threading
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -20,22 +18,19 @@ from ckpt.errors import CheckpointExists, CkptError, ConfigError
 from ckpt.format.digest import raw_digest
 from ckpt.repo.ages import ALIVE, CREATED
 from ckpt.repo.repository import MARKER, Repository, attempt_marker, attempt_prefix, step_prefix
+from ckpt.runtime.attempt import said_alive
 from ckpt.runtime.publish import now
 from ckpt.store.base import HasOrphans
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from contextlib import AbstractContextManager
 
     from ckpt.convert.opened import Opened
     from ckpt.plan.save_plan import SavePlan
     from ckpt.store.base import Store
 
-log = logging.getLogger("ckpt")
-
 PREFIX = "reshard-"
 """Of the names of attempts that convert."""
-ALIVE_SECONDS = 600.0
-"""How often a conversion says that it is at work, for ``ckpt gc``."""
 TEMP = ".tmp-"
 JOURNAL = "pack-"
 """Of the names of journals, which lie among the index parts."""
@@ -157,25 +152,9 @@ def _mark(store: Store, place: Place, said: str) -> None:
     store.put(attempt_marker(place.step, place.attempt), about, overwrite=True)
 
 
-@contextmanager
-def kept_alive(store: Store, place: Place) -> Iterator[None]:
-    """While the block runs, say every ten minutes that the attempt is alive, so that ``ckpt gc`` lets it be."""
-    over = threading.Event()
-
-    def work() -> None:
-        while not over.wait(ALIVE_SECONDS):
-            try:
-                _mark(store, place, ALIVE)
-            except CkptError as error:
-                log.warning("step %d: cannot say that it is still being converted: %s", place.step, error)
-
-    thread = threading.Thread(target=work, name="ckpt-reshard alive", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
+def kept_alive(store: Store, place: Place) -> AbstractContextManager[None]:
+    """Return a block while which it is said every ten minutes that the attempt is alive: ``ckpt gc`` lets it be."""
+    return said_alive(lambda: _mark(store, place, ALIVE), place.step, "converted")
 
 
 def tidy(store: Store, place: Place) -> None:

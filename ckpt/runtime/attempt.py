@@ -19,7 +19,7 @@ from ckpt.runtime.writing import Attempt
 from ckpt.store.base import HasFolders
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from ckpt.runtime.comm import Comm
     from ckpt.store.base import Store
@@ -83,18 +83,24 @@ def kept_alive(comm: Comm, attempt: Attempt) -> Iterator[None]:
     if comm.rank:
         yield
         return
+    key = attempt_marker(attempt.step, attempt.name)
+    with said_alive(lambda: attempt.store.put(key, _marker(comm.world, ALIVE), overwrite=True), attempt.step, "saved"):
+        yield
+
+
+@contextmanager
+def said_alive(say: Callable[[], None], step: int, doing: str) -> Iterator[None]:
+    """While the block runs, call ``say`` every ten minutes. ``doing``: what goes on with the step, for messages."""
     over = threading.Event()
 
     def work() -> None:
         while not over.wait(ALIVE_SECONDS):
             try:
-                attempt.store.put(
-                    attempt_marker(attempt.step, attempt.name), _marker(comm.world, ALIVE), overwrite=True
-                )
+                say()
             except CkptError as error:
-                log.warning("step %d: cannot say that it is still being saved: %s", attempt.step, error)
+                log.warning("step %d: cannot say that it is still being %s: %s", step, doing, error)
 
-    thread = threading.Thread(target=work, name=f"ckpt marker of step {attempt.step}", daemon=True)
+    thread = threading.Thread(target=work, name=f"ckpt marker of step {step}", daemon=True)
     thread.start()
     try:
         yield

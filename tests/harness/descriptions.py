@@ -12,6 +12,16 @@ from ckpt.describe.read import parse
 if TYPE_CHECKING:
     from ckpt.analysis.holdings import Holdings
 
+ENGINES_AND_STAGES = [
+    ("ddp", 0),
+    *(("deepspeed", zero) for zero in range(4)),
+    ("fsdp2", 3),
+    ("zero_redundancy_optimizer", 1),
+    ("megatron", 0),
+    ("megatron", 1),
+]
+"""Every engine that can be described, with every ZeRO stage that it has."""
+
 TINY_GPT = """
 name: TinyGPT
 layers: 2

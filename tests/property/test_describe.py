@@ -13,17 +13,9 @@ from ckpt.describe.parallel import STATE, Parallel
 from ckpt.describe.placement import Description
 from ckpt.errors import ConfigError
 from ckpt.layout.graph import ShardGraph
-from tests.harness.descriptions import canonical
+from tests.harness.descriptions import ENGINES_AND_STAGES, canonical
 
 HEAD = 2
-ENGINES_AND_STAGES = [
-    ("ddp", 0),
-    *(("deepspeed", zero) for zero in range(4)),
-    ("fsdp2", 3),
-    ("zero_redundancy_optimizer", 1),
-    ("megatron", 0),
-    ("megatron", 1),
-]
 
 
 @st.composite

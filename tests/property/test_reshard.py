@@ -28,16 +28,9 @@ from tests.harness.conversions import (
     specs_of,
     values_of,
 )
+from tests.harness.descriptions import ENGINES_AND_STAGES
 
 PAIRS = int(os.environ.get("CKPT_PAIRS", "10"))
-ENGINES_AND_STAGES = [
-    ("ddp", 0),
-    *(("deepspeed", zero) for zero in range(4)),
-    ("fsdp2", 3),
-    ("zero_redundancy_optimizer", 1),
-    ("megatron", 0),
-    ("megatron", 1),
-]
 
 
 @st.composite
