@@ -33,6 +33,7 @@ from ckpt.runtime.torch_comm import communicator
 from ckpt.store.blocks import DEFAULT_BUDGET
 from ckpt.store.limited import limited
 from ckpt.store.open import Root, default_root, open_store
+from ckpt.words import listed
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -308,8 +309,7 @@ def _on_divergences(index: Index, *, same_world: bool) -> list[str]:
     names = sorted({f"{d.fqn} ({d.role})" for d in index.root.divergences if (d.fqn, d.role) not in apart})
     if not names:
         return []
-    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return [f"replicas differed at the save, all ranks have got the copy that was kept: {', '.join(names[:5])}{more}"]
+    return [f"replicas differed at the save, all ranks have got the copy that was kept: {listed(names, 5)}"]
 
 
 def steps(root: Root | None = None) -> list[int]:

@@ -32,6 +32,16 @@ def count(number: int, noun: str, plural: str | None = None) -> str:
     return f"{number:,} {noun if number == 1 else plural or f'{noun}s'}"
 
 
+def listed(things: Sequence[object], most: int) -> str:
+    """Return things as text; of many the first ones, and how many more there are.
+
+    >>> listed(["a", "b"], 2), listed(["a", "b", "c", "d"], 2)
+    ('a, b', 'a, b and 2 more')
+    """
+    more = f" and {len(things) - most} more" if len(things) > most else ""
+    return ", ".join(map(str, things[:most])) + more
+
+
 def some(things: Sequence[object], most: int = 6) -> str:
     """Return things as text; of many the first ones, and how many there are.
 

@@ -21,6 +21,8 @@ from ckpt.repo.repository import MARKER, Repository, attempt_marker, attempt_pre
 from ckpt.runtime.attempt import said_alive
 from ckpt.runtime.publish import now
 from ckpt.store.base import HasOrphans
+from ckpt.store.open import check_apart
+from ckpt.words import listed
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -97,10 +99,10 @@ def look(store: Store, opened: Opened, step: int, attempt: str, *, resume: bool)
     names = set(store.children(""))
     others = sorted(name for name in names if not name.startswith(TEMP))
     if others and not resume:
-        raise ConfigError(f"{store.url} is not empty ({_some(others)}): choose a place that is")
+        raise ConfigError(f"{store.url} is not empty ({listed(others, 3)}): choose a place that is")
     if others and MARKER not in names:
         raise ConfigError(
-            f"{store.url} is not empty and no repository of ckpt ({_some(others)}): choose a place that is empty"
+            f"{store.url} is not empty and no repository of ckpt ({listed(others, 3)}): choose a place that is empty"
         )
     repo.check_marker()
     if repo.has(step):
@@ -109,8 +111,9 @@ def look(store: Store, opened: Opened, step: int, attempt: str, *, resume: bool)
         raise CheckpointExists(f"step {step} is committed already in {store.url}: choose another place or another step")
     there = sorted(n for n in store.children(step_prefix(step)) if n != attempt and not n.startswith(TEMP))
     if there:
+        who = listed(there, 3)
         raise ConfigError(
-            f"{store.url}: step {step} was begun by somebody else ({_some(there)}); `ckpt gc` removes it if it is dead"
+            f"{store.url}: step {step} was begun by somebody else ({who}); `ckpt gc` removes it if it is dead"
         )
     return Place(step, attempt, complete=False)
 
@@ -123,14 +126,8 @@ def claim(store: Store, place: Place) -> None:
 
 
 def _refuse_source(store: Store, opened: Opened) -> None:
-    here, there = (_place_of(one) for one in (store, opened.store))
-    if here and there and f"{here}/".startswith(f"{there}/"):
-        raise ConfigError(f"the target {store.url} is, or lies in, the source {opened.store.url}, which is not touched")
-
-
-def _place_of(store: Store) -> str:
-    """Return where a store is (a single file may be all of it), empty for one that is in memory."""
-    return store.url.rstrip("/") if "/" in store.url else ""
+    if all("/" in one.url for one in (store, opened.store)):  # those in memory all have one name
+        check_apart(opened.store.url.rstrip("/"), store.url.rstrip("/"))
 
 
 def _sweep(store: Store, place: Place) -> None:
@@ -164,8 +161,3 @@ def tidy(store: Store, place: Place) -> None:
         for info in list(store.walk(f"{place.prefix}/index")):
             if info.key.rpartition("/")[2].startswith(JOURNAL):
                 store.delete(info.key)
-
-
-def _some(names: list[str]) -> str:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + more

@@ -16,11 +16,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 from ckpt.convert.assemble import Assembler
 from ckpt.convert.committing import TEMP, named_after
 from ckpt.convert.file_bands import Lane, merged, width_of, write_band
+from ckpt.convert.meter import Meter
 from ckpt.convert.options import Written
 from ckpt.convert.plan_ours import shares
 from ckpt.errors import ConfigError, MalformedData
 from ckpt.store.base import HasOrphans
 from ckpt.store.blocks import Blocks
+from ckpt.words import listed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -57,21 +59,6 @@ class WritableFile(Protocol):
 
     def write(self, write: Callable[[Buffer], None], feed: Feed) -> None:
         """Hand the file's bytes to ``write``, front to back; ``feed`` returns the bytes of wants."""
-
-
-class Meter:
-    """Counts bytes for all workers and tells of them, one at a time."""
-
-    def __init__(self, total: int, progress: Callable[[int, int], None] | None) -> None:
-        self._total, self._progress, self._done = total, progress, 0
-        self._lock = threading.Lock()
-
-    def add(self, nbytes: int) -> None:
-        """Note that bytes are there."""
-        with self._lock:
-            self._done += nbytes
-            if self._progress is not None:
-                self._progress(self._done, self._total)
 
 
 def write_files(
@@ -164,8 +151,7 @@ def _look(store: Store, name: str, *, resume: bool) -> bool:
     if not names:
         return False
     if MARK not in names:
-        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-        raise ConfigError(f"{store.url} is not empty ({', '.join(sorted(names)[:_SHOWN])}{more}): choose another place")
+        raise ConfigError(f"{store.url} is not empty ({listed(sorted(names), _SHOWN)}): choose another place")
     if not resume or _marked(store) != name:
         raise ConfigError(f"{store.url} holds another conversion, begun or done ({MARK}): choose another place")
     return True

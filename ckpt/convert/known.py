@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ckpt.convert.committing import PREFIX
 from ckpt.convert.naming import layer_of, stack_of
 
 if TYPE_CHECKING:
@@ -15,21 +14,17 @@ def known_layout(opened: Opened) -> tuple[dict[str, int], tuple[int, ...]]:
     """Return the degrees and the ZeRO stage of the job that saved a source, and the layers of its pipeline stages.
 
     A checkpoint of ours has them from what DeepSpeed's adapter keeps of the engine. What a converted one has of that is
-    of the job before the conversion, and says nothing: its commit has the target's degrees.
+    of the job before the conversion: the degrees in its commit come first.
     """
     stages = _stages(opened)
     if opened.degrees:
         return dict(opened.degrees), stages if opened.degrees.get("pp", 1) == len(stages) else ()
     setup = next((one.tree for one in opened.objects if one.name == "setup" and isinstance(one.tree, dict)), {})
     dp, pp = setup.get("data_parallel_world_size", 0), max(1, len(stages))
-    if _is_converted(opened) or dp < 1 or opened.world % (dp * pp):
+    if dp < 1 or opened.world % (dp * pp):
         return {}, ()
     degrees = {"dp": dp, "tp": opened.world // (dp * pp), "pp": pp, "zero": int(setup.get("zero_stage", 0))}
     return degrees, stages
-
-
-def _is_converted(opened: Opened) -> bool:
-    return any(f"/{PREFIX}" in pack.key for part in opened.parts for pack in part.packs)
 
 
 def _stages(opened: Opened) -> tuple[int, ...]:

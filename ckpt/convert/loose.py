@@ -22,6 +22,7 @@ from ckpt.convert.opened import Loose
 from ckpt.errors import ConfigError
 from ckpt.format.digest import raw_digest
 from ckpt.runtime.extras import ENGINE, RNG
+from ckpt.words import listed
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -166,7 +167,7 @@ def _carry_by_rank(name: str, variants: Sequence[Loose], saved_world: int, world
     left = [one for n, one in enumerate(variants) if n not in chosen]
     if left:
         ranks = sorted(rank for one in left for rank in one.ranks)
-        found.lost.append(f"{name!r} differed by rank: the state of rank(s) {_list(ranks)} has no rank to go to")
+        found.lost.append(f"{name!r} differed by rank: the state of rank(s) {listed(ranks, 8)} has no rank to go to")
     found.made.append(
         f"{name!r} differed by rank: rank r of {world} has the state of rank r"
         + (f" modulo {saved_world}" if world > saved_world else "")
@@ -176,8 +177,3 @@ def _carry_by_rank(name: str, variants: Sequence[Loose], saved_world: int, world
 
 def _span(first: int, stop: int) -> str:
     return str(first) if stop == first + 1 else f"{first} to {stop - 1}"
-
-
-def _list(ranks: Sequence[int]) -> str:
-    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
-    return ", ".join(map(str, ranks[:8])) + more

@@ -21,6 +21,7 @@ import msgspec
 
 import ckpt.errors
 from ckpt.convert.assemble import Assembler
+from ckpt.convert.meter import Meter
 from ckpt.convert.opened import Opened, WithInline
 from ckpt.convert.packs import PackWriter, Wrote
 from ckpt.convert.plan_ours import assembler_of, shares
@@ -169,7 +170,7 @@ def run_tasks(made: Conversion, store: Store, prefix: str) -> list[Wrote]:
         CkptError: the first that failed; all others are stopped.
     """
     ways, tasks = made.options, made.tasks
-    meter = _Meter(made.nbytes, ways.progress)
+    meter = Meter(made.nbytes, ways.progress)
     if ways.workers > 1 and len(tasks) > 1:
         return _Crew(Work.of(made, store, prefix), tasks, min(ways.workers, len(tasks)), meter).run()
     specs, blocks = made.job.graph.specs, Blocks(shares(ways)[1])
@@ -185,21 +186,10 @@ def run_tasks(made: Conversion, store: Store, prefix: str) -> list[Wrote]:
     return [end.result() for end in ends]
 
 
-class _Meter:
-    def __init__(self, total: int, progress: Callable[[int, int], None] | None) -> None:
-        self.total, self.progress, self.done = total, progress, 0
-
-    def add(self, nbytes: int) -> None:
-        """Note that bytes were written."""
-        self.done += nbytes
-        if self.progress is not None:
-            self.progress(min(self.done, self.total), self.total)
-
-
 class _Crew:
     """Worker processes, each with a thread here that talks to it; what they say is handled in the caller's thread."""
 
-    def __init__(self, work: Work, tasks: Sequence[Task], count: int, meter: _Meter) -> None:
+    def __init__(self, work: Work, tasks: Sequence[Task], count: int, meter: Meter) -> None:
         self.work, self.tasks, self.count, self.meter = work, tasks, count, meter
         self._todo = deque(sorted(tasks, key=lambda task: -task.nbytes))
         self._heard: queue.SimpleQueue[tuple[int, Message | None]] = queue.SimpleQueue()

@@ -19,6 +19,7 @@ from ckpt.format.pack import MAX_HEADER, parse_header
 from ckpt.layout.box import Box, first_overlap
 from ckpt.repo.ages import attempt_of
 from ckpt.repo.repository import MARKER, Repository, attempt_marker, commit_key, step_prefix
+from ckpt.words import listed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -154,9 +155,7 @@ def _check_step(
             if problem is not None:
                 result.findings.append(Finding(DAMAGE, key, f"{what}: {problem}", step))
         for key, names in lost.items():  # one finding for the file, not one for each of its thousands of chunks
-            more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-            held = ", ".join(names[:SHOWN]) + more
-            result.findings.append(Finding(DAMAGE, key, f"{present[key]}: lost with it: {held}", step))
+            result.findings.append(Finding(DAMAGE, key, f"{present[key]}: lost with it: {listed(names, SHOWN)}", step))
 
 
 def _entries(

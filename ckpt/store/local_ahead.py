@@ -119,20 +119,17 @@ class AheadWriter:
     def finish(self, head: Buffer = b"") -> None:
         """Publish, durably."""
         self._send()
+        self._stop(self.on_part)
+        self._raise()
+        self._writer.finish(head)
+
+    def _stop(self, waits: Callable[[int], None] | None = None) -> None:
         if self._thread is not None:
             self._queue.put(None)
             while self._thread.is_alive():
                 self._thread.join(PATIENCE_SECONDS)
-                if self.on_part is not None:  # the thread may be held up for long, by a limit of its rate
-                    self.on_part(0)
-            self._thread = None
-        self._raise()
-        self._writer.finish(head)
-
-    def _stop(self) -> None:
-        if self._thread is not None:
-            self._queue.put(None)
-            self._thread.join()
+                if waits is not None:  # the thread may be held up for long, by a limit of its rate
+                    waits(0)
             self._thread = None
 
     def __enter__(self) -> AheadWriter:

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 import os
-import pty
 import re
 import subprocess
 import sys
@@ -16,6 +15,7 @@ from ckpt.repo.repository import Repository, commit_key
 from ckpt.repo.verify import verify
 from ckpt.store.local import LocalStore
 from tests.harness.steps import three_steps, write_step
+from tests.harness.terminal import terminal
 
 REPO = Path(__file__).resolve().parents[2]
 
@@ -147,27 +147,6 @@ def test_sizes_may_be_trusted(root: Path, tmp_path: Path) -> None:
 def test_limits_as_people_write_them(root: Path, tmp_path: Path, limit: str) -> None:
     run("cp", root, tmp_path / "to", "--io-limit", limit, "--threads", "1")
     assert steps(tmp_path / "to") == [10]
-
-
-def terminal(*arguments: str | Path) -> str:
-    """Run the command on a terminal and return all that it wrote there."""
-    mine, its = pty.openpty()
-    line = [sys.executable, "-m", "ckpt", *map(str, arguments)]
-    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "100"}
-    with subprocess.Popen(line, stdin=its, stdout=its, stderr=its, cwd=REPO, env=environment) as process:
-        os.close(its)
-        written = b""
-        while True:
-            try:
-                piece = os.read(mine, 65536)
-            except OSError:  # Linux says so when the last writer is gone
-                break
-            if not piece:
-                break
-            written += piece
-    os.close(mine)
-    assert process.returncode == 0, written
-    return written.decode()
 
 
 def test_a_bar_is_drawn_on_a_terminal_and_nowhere_else(root: Path, tmp_path: Path) -> None:

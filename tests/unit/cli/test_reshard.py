@@ -2,10 +2,6 @@ from __future__ import annotations
 
 import gc
 import json
-import os
-import pty
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +17,9 @@ from ckpt.convert.write_ours import write_ours
 from ckpt.repo.repository import Repository
 from ckpt.repo.verify import verify
 from ckpt.store.local import LocalStore
+from tests.harness.terminal import terminal
 from tests.unit.convert.sources import ADAM, Source
 
-REPO = Path(__file__).resolve().parents[3]
 RULES = """
 tensors:
   - {match: '.*qkv.weight', dim: 0, fused: [{size: 8, heads: 4}, {size: 4, heads: 2}, {size: 4, heads: 2}]}
@@ -214,20 +210,8 @@ def test_it_is_a_program_of_its_own(root: Path, tmp_path: Path) -> None:
 
 
 def test_a_bar_is_drawn_on_a_terminal(root: Path, tmp_path: Path) -> None:
-    mine, its = pty.openpty()
-    line = [sys.executable, "-m", "ckpt", "reshard", str(root), str(tmp_path / "dst"), "--dp", "2", "--verify"]
-    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "100"}
-    with subprocess.Popen(line, stdin=its, stdout=its, stderr=its, cwd=REPO, env=environment) as process:
-        os.close(its)
-        drawn = b""
-        while True:
-            try:
-                drawn += os.read(mine, 65536)
-            except OSError:  # the other side is closed
-                break
-        assert process.wait() == 0, drawn
-    os.close(mine)
-    assert drawn.startswith(b"planning")
-    assert b"writing" in drawn
-    assert b"verifying" in drawn
-    assert b"B/s" in drawn
+    drawn = terminal("reshard", root, tmp_path / "dst", "--dp", "2", "--verify")
+    assert drawn.startswith("planning")
+    assert "writing" in drawn
+    assert "verifying" in drawn
+    assert "B/s" in drawn
