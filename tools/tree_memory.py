@@ -45,6 +45,7 @@ class Tree:
 
     def _sample(self) -> None:
         while True:
+            last = self._stop.is_set()  # one look comes after the end: what came since the one before would be missed
             now = 0
             for pid in below(self._pid):
                 sizes = memory(pid)
@@ -52,8 +53,9 @@ class Tree:
                 if "VmHWM" in sizes:
                     self._highest[pid] = max(self._highest.get(pid, 0), sizes["VmHWM"])
             self.peak = max(self.peak, now, *self._highest.values())
-            if self._stop.wait(SAMPLE_SECONDS):
+            if last:
                 return
+            self._stop.wait(SAMPLE_SECONDS)
 
 
 def below(pid: int) -> Iterator[int]:

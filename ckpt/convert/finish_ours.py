@@ -17,7 +17,7 @@ from ckpt.plan.local_plan import Chunk
 from ckpt.repo.repository import MARKER, Repository, attempt_marker, commit_key
 from ckpt.runtime.extras import item_entry, item_outputs
 from ckpt.runtime.packing import Output, Packer
-from ckpt.runtime.stage import own_name
+from ckpt.runtime.stage import chunk_output, own_name
 from ckpt.runtime.writing import Done
 from ckpt.store.blocks import Blocks
 
@@ -90,7 +90,7 @@ class _Late:
     def _output(one: OwnCopy, value: str, data: Buffer) -> Output:
         chunk = Chunk(one.spec, one.box, one.ranks)
         name = own_name(chunk, min(one.ranks))
-        return Output(name, one.spec.dtype, one.box.sizes, chunk.nbytes, value, lambda: data, one.spec.role)
+        return chunk_output(chunk, name, value, lambda: data)
 
 
 def _by(pair: tuple[Pack, bytes]) -> tuple[int, int]:

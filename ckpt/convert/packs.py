@@ -17,12 +17,12 @@ from ckpt.engine.base import torch_dtype
 from ckpt.errors import CkptError, is_damage
 from ckpt.format.digest import digest
 from ckpt.format.manifest import DERIVED, MAX_INDEX, ChunkEntry, IndexPart, encode_index
-from ckpt.format.pack import PackItem
 from ckpt.format.parts import decode_part
 from ckpt.layout.spec import MASTER
 from ckpt.plan.local_plan import Chunk
 from ckpt.repo.transfer import Held, trouble_with
-from ckpt.runtime.packing import Output, Packer
+from ckpt.runtime.packing import Packer
+from ckpt.runtime.stage import chunk_item, chunk_output
 from ckpt.runtime.staging import as_tensor, cast_bytes
 
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ class PackWriter:
             for n, pack in enumerate(task.packs):
                 packer = Packer(self.store, self._blocks, self._key_of(pack))
                 packers.append(stack.enter_context(packer))
-                packer.announce([_item(self._chunk(one)) for at, one in task.wanted() if at == n])
+                packer.announce([chunk_item(self._chunk(one)) for at, one in task.wanted() if at == n])
             chunks = self._fill(task, packers)
             return partial(self._finish, task, packers, chunks, stack.pop_all())
 
@@ -178,9 +178,7 @@ class PackWriter:
 
     def _store(self, packer: Packer, one: Content | Cast, value: str, data: memoryview) -> int:
         chunk = self._chunk(one)
-        spec, sizes = chunk.spec, chunk.box.sizes
-        output = Output(chunk.name, spec.dtype, sizes, chunk.nbytes, value, lambda: data, spec.role)
-        return packer.add(output, data).start
+        return packer.add(chunk_output(chunk, chunk.name, value, lambda: data), data).start
 
     def _chunk(self, one: Content | Cast) -> Chunk:
         return Chunk(self.specs[one.spec], one.box, ())
@@ -195,10 +193,6 @@ class PackWriter:
         tensor = as_tensor(data, self.specs[master.spec].dtype, master.sizes)
         view = tensor[cast.box.relative_to(master.box)]
         return digest(cast_bytes(view, torch_dtype(self.specs[cast.spec].dtype)))
-
-
-def _item(chunk: Chunk) -> PackItem:
-    return PackItem(chunk.name, chunk.spec.dtype, chunk.box.sizes, chunk.nbytes)
 
 
 def may_be_stored(assembler: Assembler) -> Callable[[Chunk], bool]:

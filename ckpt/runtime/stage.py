@@ -46,10 +46,10 @@ def stage_chunks(
     """
     held = plan.held(rank)
     owned = [i for i in held if plan.owners[i] == rank and not _differs_by_right(plan.chunks[i])]
-    items = [_item(plan.chunks[i]) for i in owned] + [one.item for one in objects]
+    items = [chunk_item(plan.chunks[i]) for i in owned] + [one.item for one in objects]
     # Buffers of several ranks come last, when it is known whose copies are kept, into the last pack: under either name.
     late = [plan.chunks[i] for i in held if _differs_by_right(plan.chunks[i])]
-    coming = [replace(_item(chunk), name=name) for chunk in late for name in (chunk.name, own_name(chunk, rank))]
+    coming = [replace(chunk_item(chunk), name=name) for chunk in late for name in (chunk.name, own_name(chunk, rank))]
     packs = plan_packs(items) or [[]]
     for n, keys in enumerate(packs, 1):
         packer.announce([items[k] for k in keys] + (coming if n == len(packs) else []))
@@ -104,5 +104,6 @@ def chunk_output(chunk: Chunk, name: str, digest: str, read: Callable[[], Buffer
     return Output(name, chunk.spec.dtype, chunk.box.sizes, chunk.nbytes, digest, read, chunk.spec.role)
 
 
-def _item(chunk: Chunk) -> PackItem:
+def chunk_item(chunk: Chunk) -> PackItem:
+    """Return what a chunk is in a pack if its own bytes are stored."""
     return PackItem(chunk.name, chunk.spec.dtype, chunk.box.sizes, chunk.nbytes)
