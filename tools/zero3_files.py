@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from ckpt.convert.torch_pickle import Call, Instance, Named, Planned
-from ckpt.convert.torch_write import TorchFile
+from ckpt.convert.torchfile.pickle_write import Call, Instance, Named, Planned
+from ckpt.convert.torchfile.write import TorchFile
 from ckpt.layout.box import Box
 from ckpt.layout.spec import Shard, TensorSpec
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from ckpt.convert.assemble import Assembler
-    from ckpt.convert.torch_write import Feed
+    from ckpt.convert.torchfile.write import Feed
     from ckpt.layout.spec import Shard
     from ckpt.store.base import Buffer, Store
     from ckpt.store.blocks import Blocks

@@ -14,11 +14,11 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ckpt.convert.assemble import Assembler
-from ckpt.convert.committing import TEMP, named_after
 from ckpt.convert.file_bands import Lane, merged, width_of, write_band
 from ckpt.convert.meter import Meter
 from ckpt.convert.options import Written
-from ckpt.convert.plan_ours import shares
+from ckpt.convert.ours.committing import TEMP, named_after
+from ckpt.convert.ours.plan import shares
 from ckpt.errors import ConfigError, MalformedData
 from ckpt.store.base import HasOrphans
 from ckpt.store.blocks import Blocks
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from ckpt.convert.opened import Opened
     from ckpt.convert.options import WriteOptions
-    from ckpt.convert.torch_write import Feed
+    from ckpt.convert.torchfile.write import Feed
     from ckpt.layout.spec import Shard
     from ckpt.store.base import Buffer, Store
 

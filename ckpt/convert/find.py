@@ -27,10 +27,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """A format by name. ``shows``: the names that it is known by. ``reader``, ``writer``: modules of this folder, empty
-    if it is not read or written. ``engine``: what alone can cut an optimizer as this format stores it. ``before``:
-    formats whose names are there too, of files that belong to this one. ``weights``: it holds nothing but parameters
-    and buffers. ``whole``: its tensors are whole, and which rank holds what of a model is not in it.
+    """A format by name.
+
+    ``shows``: the names that it is known by. ``reader``, ``writer``: a module of this folder, and the format's name in
+    its functions (``open_<name>`` and ``is_<name>``; ``write_<name>``); empty if it is not read or written. ``engine``:
+    what alone can cut an optimizer as this format stores it. ``before``: formats whose names are there too, of files
+    that belong to this one. ``weights``: it holds nothing but parameters and buffers. ``whole``: its tensors are whole,
+    and which rank holds what of a model is not in it.
     """
 
     name: str
@@ -47,24 +50,28 @@ class Format:
 FORMATS = {
     one.name: one
     for one in (
-        Format("ckpt", "a repository of this library", "ckpt.json", "read_ours", "write_ours"),
+        Format("ckpt", "a repository of this library", "ckpt.json", "ours.read:ours", "ours.write:ours"),
         Format(
             "deepspeed", "DeepSpeed", "mp_rank_*_model_states.pt or zero_pp_rank_*_model_states.pt, in a folder or in "
-            "global_step*/", "read_deepspeed", "write_deepspeed", "deepspeed", ("torch",),
+            "global_step*/", "deepspeed.read:deepspeed", "deepspeed.write:deepspeed", "deepspeed", ("torch",),
         ),
         Format(
             "universal", "DeepSpeed universal", "mp_rank_*_model_states.pt beside zero/, in a folder or *_universal/",
-            "read_universal", "write_universal", "deepspeed", ("torch",),
+            "deepspeed.read_universal:universal", "deepspeed.write_universal:universal", "deepspeed", ("torch",),
         ),
         Format(
-            "dcp", "torch.distributed.checkpoint", ".metadata", "read_dcp", "write_dcp", before=("torch",), whole=True,
+            "dcp", "torch.distributed.checkpoint", ".metadata", "dcp.read:dcp", "dcp.write:dcp",
+            before=("torch",), whole=True,
         ),
-        Format("megatron", "Megatron-core", ".metadata and common.pt", "read_megatron", before=("dcp", "torch")),
         Format(
-            "safetensors", "as Hugging Face has them", "*.safetensors", "read_safetensors", "write_safetensors",
+            "megatron", "Megatron-core", ".metadata and common.pt", "megatron.read:megatron", before=("dcp", "torch"),
+        ),
+        Format(
+            "safetensors", "as Hugging Face has them", "*.safetensors",
+            "safetensors.read:safetensors", "safetensors.write:safetensors",
             before=("torch",), weights=True, whole=True,
         ),
-        Format("torch", "a state dict by torch.save", "*.pt, *.pth or *.bin", "read_torch"),
+        Format("torch", "a state dict by torch.save", "*.pt, *.pth or *.bin", "torchfile.read:torch"),
     )
 }  # fmt: skip
 """Name -> format, in the order in which they are told."""
@@ -158,9 +165,10 @@ def _is(format: Format, store: Store) -> bool:
     return bool(_function(format.reader, "is")(store))
 
 
-def _function(module: str, verb: str) -> Any:
+def _function(place: str, verb: str) -> Any:
     """Return ``<verb>_<format>`` of a module, imported only now: one format must not need what another one needs."""
-    return getattr(importlib.import_module(f"ckpt.convert.{module}"), f"{verb}_{module.partition('_')[2]}")
+    module, _, name = place.partition(":")
+    return getattr(importlib.import_module(f"ckpt.convert.{module}"), f"{verb}_{name}")
 
 
 # ------------------------------------------------------------------------------------------------- a file by itself

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from ckpt.convert.hf_config import described_tensors
 from ckpt.convert.naming import expert_of, layer_of, natural, place_of, stack_of
+from ckpt.convert.safetensors.config import described_tensors
 from ckpt.describe.model import Described, ModelSpec, Split, Tied, kind_of
 from ckpt.errors import ConfigError
 from ckpt.layout.spec import BUFFER, MASTER, PARAM, TensorSpec

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any, overload
 
 import msgspec
 
-from ckpt.convert.hf_config import described_tensors
 from ckpt.convert.known import known_layout
 from ckpt.convert.model_of import ParameterGroup, model_of, parameter_groups, roles_of, shape_of
 from ckpt.convert.naming import stack_of
 from ckpt.convert.options import ALL, WEIGHTS
+from ckpt.convert.safetensors.config import described_tensors
 from ckpt.convert.shared_heads import shared_heads
 from ckpt.describe.exact import rank_layout
 from ckpt.describe.model import refuse

@@ -17,10 +17,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpt.convert import pickle_machine
 from ckpt.convert.options import ReadOptions
-from ckpt.convert.read_torch import open_torch
-from ckpt.convert.torch_file import read_pickle, read_tree
+from ckpt.convert.torchfile import pickle_machine
+from ckpt.convert.torchfile.file import read_pickle, read_tree
+from ckpt.convert.torchfile.read import open_torch
 from ckpt.errors import CkptError, FormatError, MalformedData, UnsupportedFeature
 from ckpt.store.local import LocalStore
 from ckpt.store.memory import MemoryStore

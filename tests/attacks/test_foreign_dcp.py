@@ -17,8 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ckpt
-from ckpt.convert.read_dcp import open_dcp
-from ckpt.convert.read_megatron import open_megatron
+from ckpt.convert.dcp.read import open_dcp
+from ckpt.convert.megatron.read import open_megatron
 from ckpt.errors import CkptError, MalformedData, ObjectNotFound, UnsupportedFeature
 from ckpt.store.memory import MemoryStore
 from tests.unit.convert.logical import content

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from ckpt.convert.opened import Loose
-from ckpt.convert.tasks import tasks_of
+from ckpt.convert.ours.tasks import tasks_of
 from ckpt.repo.gc import collect
 from ckpt.repo.repository import Repository
 from ckpt.repo.verify import GARBAGE, verify

@@ -9,8 +9,8 @@ from typing import Any
 import torch.distributed as dist
 
 import ckpt
+from ckpt.convert.deepspeed.read import open_deepspeed
 from ckpt.convert.options import ReadOptions
-from ckpt.convert.read_deepspeed import open_deepspeed
 from ckpt.layout.rules import Rules
 from ckpt.store.open import open_store
 from tests.e2e.parallel_cases import content, differences

@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from ckpt.convert.dcp.read import is_dcp, open_dcp
+from ckpt.convert.dcp.write import write_dcp
+from ckpt.convert.megatron.read import is_megatron, open_megatron
 from ckpt.convert.options import ReadOptions, WriteOptions
-from ckpt.convert.read_dcp import is_dcp, open_dcp
-from ckpt.convert.read_megatron import is_megatron, open_megatron
-from ckpt.convert.read_ours import open_ours
+from ckpt.convert.ours.read import open_ours
+from ckpt.convert.ours.write import write_ours
 from ckpt.convert.target import target_of
-from ckpt.convert.write_dcp import write_dcp
-from ckpt.convert.write_ours import write_ours
 from ckpt.store.open import open_store
 from tests.harness.megatron_shim import PRELOAD
 from tests.harness.pool import ranks

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from ckpt.convert.deepspeed.read import is_deepspeed, open_deepspeed
+from ckpt.convert.deepspeed.read_universal import is_universal, open_universal
 from ckpt.convert.options import ReadOptions
-from ckpt.convert.read_deepspeed import is_deepspeed, open_deepspeed
-from ckpt.convert.read_ours import open_ours
-from ckpt.convert.read_universal import is_universal, open_universal
+from ckpt.convert.ours.read import open_ours
 from ckpt.layout.rules import Rules
 from ckpt.store.open import open_store
 from tests.e2e.convert_deepspeed_cases import CLIENT

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from ckpt.convert.deepspeed.read import open_deepspeed
+from ckpt.convert.deepspeed.write import write_deepspeed
+from ckpt.convert.deepspeed.write_universal import write_universal
 from ckpt.convert.options import WEIGHTS, ReadOptions, WriteOptions
-from ckpt.convert.read_deepspeed import open_deepspeed
-from ckpt.convert.read_ours import open_ours
+from ckpt.convert.ours.read import open_ours
 from ckpt.convert.target import target_of
-from ckpt.convert.write_deepspeed import write_deepspeed
-from ckpt.convert.write_universal import write_universal
 from ckpt.layout.rules import Rules
 from ckpt.store.local import LocalStore
 from tests.harness.parallel_engines import CUT

@@ -116,7 +116,7 @@ def test_theirs_goes_in_and_comes_out_in_another_dtype(kind, tied, tmp_path) -> 
 def test_a_plain_file_of_a_loop_becomes_a_model_in_several_files(transformers, tmp_path) -> None:
     from ckpt.convert.find import open_source
     from ckpt.convert.options import ReadOptions, WriteOptions
-    from ckpt.convert.write_safetensors import write_safetensors
+    from ckpt.convert.safetensors.write import write_safetensors
     from ckpt.store.local import LocalStore
 
     kind = transformers.Qwen3ForCausalLM, transformers.Qwen3Config

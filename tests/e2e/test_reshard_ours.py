@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from ckpt.convert.read_ours import open_ours
+from ckpt.convert.ours.read import open_ours
+from ckpt.convert.ours.write import write_ours
 from ckpt.convert.target import target_of
-from ckpt.convert.write_ours import write_ours
 from ckpt.store.local import LocalStore
 from tests.harness.pool import ranks
 

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from ckpt.convert.opened import Builder, Opened
-from ckpt.convert.read_ours import open_ours
-from ckpt.convert.write_ours import write_ours
+from ckpt.convert.ours.read import open_ours
+from ckpt.convert.ours.write import write_ours
 from ckpt.describe.exact import rank_layout
 from ckpt.describe.parallel import Parallel
 from ckpt.engine.base import torch_dtype

@@ -12,8 +12,8 @@ from click.testing import CliRunner
 from ckpt.cli.main import cli
 from ckpt.cli.reshard import reshard
 from ckpt.convert.options import WriteOptions
+from ckpt.convert.ours.write import write_ours
 from ckpt.convert.target import target_of
-from ckpt.convert.write_ours import write_ours
 from ckpt.repo.repository import Repository
 from ckpt.repo.verify import verify
 from ckpt.store.local import LocalStore

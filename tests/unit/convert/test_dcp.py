@@ -16,13 +16,14 @@ from torch.distributed.checkpoint._extension import ZStandard
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 import ckpt
-from ckpt.convert import dcp_optimizer, read_dcp
+from ckpt.convert.dcp import optimizer as dcp_optimizer
+from ckpt.convert.dcp import read as read_dcp
+from ckpt.convert.dcp.read import is_dcp, open_dcp
+from ckpt.convert.dcp.write import write_dcp
 from ckpt.convert.find import open_source
 from ckpt.convert.options import WEIGHTS, ReadOptions, WriteOptions
-from ckpt.convert.read_dcp import is_dcp, open_dcp
-from ckpt.convert.read_ours import open_ours
+from ckpt.convert.ours.read import open_ours
 from ckpt.convert.target import target_of
-from ckpt.convert.write_dcp import write_dcp
 from ckpt.errors import ConfigError, MalformedData, NoSuchCheckpoint, UnsupportedFeature
 from ckpt.layout.rules import Rules
 from ckpt.layout.spec import BUFFER, PARAM

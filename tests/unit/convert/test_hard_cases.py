@@ -13,9 +13,9 @@ import torch
 
 from ckpt.convert.job import Conversion, convert
 from ckpt.convert.options import ReadOptions, WriteOptions
-from ckpt.convert.plan_ours import plan_ours
+from ckpt.convert.ours.plan import plan_ours
+from ckpt.convert.ours.write import write_ours
 from ckpt.convert.target import target_of
-from ckpt.convert.write_ours import write_ours
 from ckpt.layout.rules import Rules
 from ckpt.layout.spec import MASTER, TensorSpec
 from ckpt.store.memory import MemoryStore

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from ckpt.convert.deepspeed.read import is_deepspeed, open_deepspeed
+from ckpt.convert.deepspeed.read_universal import is_universal, open_universal
 from ckpt.convert.options import ReadOptions
-from ckpt.convert.read_deepspeed import is_deepspeed, open_deepspeed
-from ckpt.convert.read_universal import is_universal, open_universal
 from ckpt.errors import (
     CkptError,
     ConfigError,

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from ckpt.convert.read_megatron import is_megatron, open_megatron
+from ckpt.convert.megatron.read import is_megatron, open_megatron
 from ckpt.errors import NoSuchCheckpoint, UnsupportedFeature
 from ckpt.layout.spec import BUFFER, MASTER, PARAM
 from ckpt.store.open import open_store

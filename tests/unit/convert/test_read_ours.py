@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ckpt.convert.read_ours import is_ours, open_ours
+from ckpt.convert.ours.read import is_ours, open_ours
 from ckpt.errors import CkptError, DigestMismatch, NoSuchCheckpoint
 from ckpt.store.memory import MemoryStore
 from tests.harness.conversions import again, convert, differences, held_by, whole

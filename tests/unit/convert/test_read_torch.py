@@ -12,11 +12,11 @@ import torch
 
 import ckpt
 from ckpt.convert.options import ReadOptions, WriteOptions
-from ckpt.convert.plan_ours import plan_ours
-from ckpt.convert.read_torch import is_torch, open_torch
+from ckpt.convert.ours.plan import plan_ours
+from ckpt.convert.ours.workers import Work
+from ckpt.convert.ours.write import write_ours
 from ckpt.convert.target import target_of
-from ckpt.convert.workers import Work
-from ckpt.convert.write_ours import write_ours
+from ckpt.convert.torchfile.read import is_torch, open_torch
 from ckpt.errors import ConfigError, MalformedData, NoSuchCheckpoint, UnsupportedFeature
 from ckpt.layout.rules import Rules
 from ckpt.store.local import LocalStore

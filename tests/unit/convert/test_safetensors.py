@@ -13,8 +13,8 @@ from safetensors import safe_open
 from ckpt.convert.compare import EQUAL, compare
 from ckpt.convert.opened import Loose
 from ckpt.convert.options import ReadOptions, WriteOptions
-from ckpt.convert.read_safetensors import is_safetensors, open_safetensors
-from ckpt.convert.write_safetensors import INDEX, files_for, weights_of, write_safetensors
+from ckpt.convert.safetensors.read import is_safetensors, open_safetensors
+from ckpt.convert.safetensors.write import INDEX, files_for, weights_of, write_safetensors
 from ckpt.errors import ConfigError, MalformedData, NoSuchCheckpoint, ObjectNotFound, UnsupportedFeature
 from ckpt.store.local import LocalStore
 from ckpt.store.memory import MemoryStore
@@ -180,7 +180,7 @@ def test_headers_that_lie(store, error) -> None:
 
 
 def test_a_file_that_is_gone() -> None:
-    from ckpt.convert.safetensors_file import read_header
+    from ckpt.convert.safetensors.file import read_header
 
     with pytest.raises(ObjectNotFound):
         read_header(MemoryStore(), "x.safetensors")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from ckpt.convert.tasks import Cast, Content, tasks_of
+from ckpt.convert.ours.tasks import Cast, Content, tasks_of
 from ckpt.layout.graph import ShardGraph
 from ckpt.layout.spec import PARAM, TensorSpec
 from ckpt.plan.save_plan import build_save_plan

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 import torch
 
-from ckpt.convert.stored import load_stored, loaded
-from ckpt.convert.torch_file import Inert, Stored, is_torch_file, read_pickle, read_tree, stored_in
+from ckpt.convert.torchfile.file import Inert, Stored, is_torch_file, read_pickle, read_tree, stored_in
+from ckpt.convert.torchfile.stored import load_stored, loaded
 from ckpt.errors import MalformedData, ObjectNotFound, UnsupportedFeature
 from ckpt.layout.spec import ITEMSIZE
 from ckpt.store.memory import MemoryStore

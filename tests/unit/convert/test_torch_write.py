@@ -10,9 +10,9 @@ from enum import IntEnum
 import pytest
 import torch
 
-from ckpt.convert import zip_stream
-from ckpt.convert.torch_pickle import Instance, Named, Planned
-from ckpt.convert.torch_write import TorchFile, tensor_file, write_torch
+from ckpt.convert.torchfile import zip_stream
+from ckpt.convert.torchfile.pickle_write import Instance, Named, Planned
+from ckpt.convert.torchfile.write import TorchFile, tensor_file, write_torch
 from ckpt.errors import ConfigError, MalformedData
 from ckpt.layout.box import Box
 from ckpt.layout.spec import ITEMSIZE, Shard, TensorSpec

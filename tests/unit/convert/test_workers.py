@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from ckpt.convert.options import WriteOptions
-from ckpt.convert.tasks import tasks_of
+from ckpt.convert.ours.tasks import tasks_of
 from ckpt.errors import CkptError, ConfigError, DigestMismatch
 from ckpt.repo.repository import Repository
 from ckpt.repo.verify import verify
@@ -51,7 +51,7 @@ def children() -> list[psutil.Process]:
     found = []
     for process in psutil.Process().children():
         with suppress(psutil.NoSuchProcess):  # or a zombie, which is its subclass
-            found += [process] if "ckpt.convert.worker" in process.cmdline() else []
+            found += [process] if "ckpt.convert.ours.worker" in process.cmdline() else []
     return found
 
 

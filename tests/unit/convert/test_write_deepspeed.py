@@ -13,17 +13,17 @@ import torch
 
 from ckpt.convert import file_bands
 from ckpt.convert.compare import compare_written
+from ckpt.convert.deepspeed.read import open_deepspeed
+from ckpt.convert.deepspeed.read_universal import open_universal
+from ckpt.convert.deepspeed.write import write_deepspeed
+from ckpt.convert.deepspeed.write_slice import Member, dealt, gathered, partition_of, pieces_of, sub_groups_of
+from ckpt.convert.deepspeed.write_universal import write_universal
 from ckpt.convert.file_writing import MARK
 from ckpt.convert.opened import Builder, Loose, Opened
 from ckpt.convert.options import WEIGHTS, ReadOptions, WriteOptions
-from ckpt.convert.read_deepspeed import open_deepspeed
-from ckpt.convert.read_universal import open_universal
+from ckpt.convert.safetensors.write import write_safetensors
 from ckpt.convert.target import target_of
-from ckpt.convert.torch_file import read_tree
-from ckpt.convert.write_deepspeed import write_deepspeed
-from ckpt.convert.write_deepspeed_slice import Member, dealt, gathered, partition_of, pieces_of, sub_groups_of
-from ckpt.convert.write_safetensors import write_safetensors
-from ckpt.convert.write_universal import write_universal
+from ckpt.convert.torchfile.file import read_tree
 from ckpt.errors import ConfigError, LayoutError, MalformedData, StoreError, UnsupportedLayout
 from ckpt.layout.box import Box
 from ckpt.layout.rules import Rules

@@ -9,8 +9,8 @@ import torch
 
 from ckpt.convert.opened import Loose
 from ckpt.convert.options import WEIGHTS, WriteOptions
-from ckpt.convert.read_ours import open_ours
-from ckpt.convert.tasks import tasks_of
+from ckpt.convert.ours.read import open_ours
+from ckpt.convert.ours.tasks import tasks_of
 from ckpt.errors import CheckpointExists, CkptError, ConfigError, DigestMismatch, MissingState, StoreFull
 from ckpt.format.manifest import DERIVED
 from ckpt.layout.box import Box
