@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from ckpt.analysis.report import AnalysisReport
     from ckpt.analyzing import analyze
     from ckpt.auditing import audit
+    from ckpt.checkpointer import Checkpointer
     from ckpt.engine.parallel import Parallel
     from ckpt.errors import (
         CheckpointExists,
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
         MissingState,
         NoSuchCheckpoint,
         RankFailure,
+        ReplayError,
         ReplicaDivergence,
         SaveCancelled,
         SaveInFlight,
@@ -50,6 +52,7 @@ _HOME = {
     "Preemption": "ckpt.preempting",
     "analyze": "ckpt.analyzing",
     "audit": "ckpt.auditing",
+    "Checkpointer": "ckpt.checkpointer",
     "AuditReport": "ckpt.analysis.claims",
     "ContentReport": "ckpt.analysis.content",
     "AnalysisReport": "ckpt.analysis.report",
@@ -66,6 +69,7 @@ _HOME = {
     "IntegrityError": "ckpt.errors",
     "DigestMismatch": "ckpt.errors",
     "MissingChunk": "ckpt.errors",
+    "ReplayError": "ckpt.errors",
     "ReplicaDivergence": "ckpt.errors",
     "NoSuchCheckpoint": "ckpt.errors",
     "CheckpointExists": "ckpt.errors",
@@ -78,6 +82,7 @@ __all__ = [
     "AnalysisReport",
     "AuditReport",
     "CheckpointExists",
+    "Checkpointer",
     "CkptError",
     "ConfigError",
     "ContentReport",
@@ -92,6 +97,7 @@ __all__ = [
     "Parallel",
     "Preemption",
     "RankFailure",
+    "ReplayError",
     "ReplicaDivergence",
     "SaveCancelled",
     "SaveHandle",

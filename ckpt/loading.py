@@ -15,6 +15,10 @@ import msgspec
 
 from ckpt.engine.find import adapter_for
 from ckpt.errors import CkptError, LayoutError, NoSuchCheckpoint, is_damage
+from ckpt.gradlog.lineage import ROOT as LOGS
+from ckpt.gradlog.recover import Recovery, find_recovery
+from ckpt.gradlog.replay import Outcome
+from ckpt.gradlog.resume import replay_on
 from ckpt.layout.mesh import problems_of_claims
 from ckpt.layout.spec import Shard
 from ckpt.plan.load_plan import Catalog, Difference, LoadPlan, build_load_plan, check_difference
@@ -61,13 +65,17 @@ def load(
     read: str = AUTO,
     budget: int | None = None,
     io_limit: float | None = None,
+    replay: bool = True,
 ) -> LoadReport:
     """Load a checkpoint into ``engine``, in place, whatever layout saved it. Collective: every rank must call it.
+
+    Where a :class:`ckpt.Checkpointer` has logged gradients behind the checkpoint, the logged steps are replayed, so
+    that the job is back at the last step that all ranks had logged.
 
     Args:
         engine: as in :func:`ckpt.save`; its world size, ZeRO stage and precision may differ from the saved job's.
         root: path or URL of the repository (docs/stores.md); default ``CKPT_ROOT``, else ``./checkpoints``.
-        step: which checkpoint; default: the newest.
+        step: which checkpoint, or which logged step behind one; default: the newest there is.
         extra: name -> object with ``load_state_dict`` to put the saved state into. Plain values come back in the
             report's ``extra``, and may be left out; objects that were saved may not. What is named must be there.
         strict: raise if checkpoint and engine do not hold the same state; else go on and report the difference. Never
@@ -82,6 +90,7 @@ def load(
         budget: bytes of host memory that the load may use on each rank beside the live state, a whole number, at
             least 16 MiB (default 256 MiB).
         io_limit: most bytes per second that this rank may read from the store, a positive number.
+        replay: False: checkpoints only, as if there were no gradient log.
 
     Raises:
         ConfigError: an argument is wrong, or ranks do not ask for the same.
@@ -91,6 +100,8 @@ def load(
             ``cast``).
         LayoutError: a tensor of another shape, groups that do not tile the world, rules that fit nothing, or (with
             ``strict``) optimizer groups that were cut differently.
+        ReplayError: the gradient log has a gap, is damaged (``fallback``: its sound beginning is replayed), or was made
+            by another optimizer.
         IntegrityError, FormatError: damage, named by tensor and file; :class:`RankFailure` if only some ranks met it
             (``once``: the error of the rank that was to read it, on all).
 
@@ -104,19 +115,19 @@ def load(
     comm = communicator()
     with comm.joint("load", timeout):
         one = _Load(comm, watch, engine, default_root(root), step, extra, strict, cast)
-        one.agree(fallback, read, DEFAULT_BUDGET if budget is None else budget, io_limit)
+        one.agree(fallback, read, DEFAULT_BUDGET if budget is None else budget, io_limit, replay)
         skipped: list[str] = []
-        for candidate in one.candidates(fallback):
+        for candidate in one.candidates(fallback, replay):
             try:
                 return one.run(candidate, tuple(skipped))
             except CkptError as error:
                 if not is_damage(error):
                     raise
                 if not fallback:
-                    log.error("step %d is damaged; fallback=True takes the newest whole step before it", candidate)
+                    log.error("step %d is damaged; fallback=True takes the newest whole step before it", candidate.base)
                     raise
-                skipped.append(f"step {candidate}: {error}")
-                log.warning("step %d is damaged, falling back to the one before: %s", candidate, error)
+                skipped.append(f"step {candidate.base}: {error}")
+                log.warning("step %d is damaged, falling back to the one before: %s", candidate.base, error)
         raise NoSuchCheckpoint("no checkpoint is whole: " + "; ".join(skipped))
 
 
@@ -136,6 +147,7 @@ class _Ready:
     engine: list[str]
     own: list[str]
     returned: dict[str, Any]
+    replayed: Outcome | None = None
 
 
 class _Load:
@@ -161,7 +173,7 @@ class _Load:
     read: str
     budget: int
 
-    def agree(self, fallback: bool, read: str, budget: int, io_limit: float | None) -> None:
+    def agree(self, fallback: bool, read: str, budget: int, io_limit: float | None, replay: bool) -> None:
         """Check that all ranks ask for the same."""
 
         def hello() -> Hello:
@@ -170,7 +182,7 @@ class _Load:
             self.adapter = adapter_for(self.engine)
             step = None if self.step_asked is None else checked_step(self.step_asked)
             options = [f"strict={self.strict}", f"cast={self.cast}", f"fallback={fallback}"]
-            options += [f"read={read}", f"budget={budget}"]
+            options += [f"read={read}", f"budget={budget}", f"replay={replay}"]
             return Hello(
                 call="load",
                 root=self.store.url,
@@ -182,8 +194,8 @@ class _Load:
 
         self.hosts = tuple(hello.host for hello in exchange_hellos(self.comm, hello))
 
-    def candidates(self, fallback: bool) -> list[int]:
-        """Return the steps to try, the same on all ranks: rank 0 looks, so that nobody sees a newer one.
+    def candidates(self, fallback: bool, replay: bool) -> list[Recovery]:
+        """Return the ways to try, the same on all ranks: rank 0 looks, so that nobody sees a newer one.
 
         It also decides how they are read, because to some ranks the same path may look like another file system.
         """
@@ -191,16 +203,20 @@ class _Load:
         def work() -> bytes:
             self.read = choose(self.read, self.hosts, self.store.url)
             repo = Repository(self.store)
-            newest = repo.pick(self.step_asked)
-            earlier = [s for s in repo.steps() if s < newest] if fallback else []
-            return msgspec.msgpack.encode((self.read, [newest, *reversed(earlier)]))
+            logged = replay and bool(self.store.children(LOGS))
+            newest = self.step_asked if logged else repo.pick(self.step_asked)
+            steps = repo.steps() if fallback else []
+            return msgspec.msgpack.encode((self.read, logged, newest, steps))
 
-        found = msgspec.msgpack.decode(self.comm.on_root("pick", work), type=tuple[str, list[int]])
-        self.read, steps = found
-        return steps
+        found = msgspec.msgpack.decode(self.comm.on_root("pick", work), type=tuple[str, bool, int | None, list[int]])
+        self.read, logged, newest, steps = found
+        ways = [Recovery(newest)] if newest is not None and not logged else []
+        if logged:
+            ways = find_recovery(self.comm, self.store, self.step_asked, lenient=fallback)[: None if fallback else 1]
+        return [*ways, *(Recovery(step) for step in reversed(steps) if step < ways[0].base)]
 
-    def run(self, step: int, skipped: tuple[str, ...]) -> LoadReport:
-        comm, ready = self.comm, _Ready()
+    def run(self, way: Recovery, skipped: tuple[str, ...]) -> LoadReport:
+        comm, ready, step = self.comm, _Ready(), way.base
         restore = Restore(comm, self.store, self.read, self.budget, self.hosts)
         with self.watch.phase("plan"):
             ready.source = restore.open(step)
@@ -220,16 +236,17 @@ class _Load:
             if late:  # otherwise one meeting of all ranks does for everything that is left
                 comm.run("refresh", self.adapter.refresh)
                 restore.carry(AFTER, state.shards)
-            told = comm.gather("finish", lambda: self._finish(ready, restore, refresh=not late))
+            told = comm.gather("finish", lambda: self._finish(ready, restore, way, refresh=not late))
         diverged = _on_divergences(ready.index, same_world=ready.index.root.world == comm.world)
         mark_whole(module)
         # What the engines note differs between pipeline stages, and by the partitions that a rank holds.
         ends = [msgspec.msgpack.decode(one, type=_End) for one in told]
         engines = notes_of_all([end.notes for end in ends])
         for note in ready.own if comm.rank else [*engines, *diverged, *ready.own]:
-            log.warning("load of step %d: %s", step, note)
+            log.warning("load of step %d: %s", way.step, note)
+        replayed = ready.replayed or Outcome()
         return LoadReport(
-            step=step,
+            step=way.step,
             root=self.store.url,
             saved_world=ready.index.root.world,
             bytes_read=restore.chunk_bytes,
@@ -237,13 +254,17 @@ class _Load:
             missing=missing + saved.missing,
             unexpected=unexpected + saved.unexpected,
             casts=casts,
-            notes=tuple(dict.fromkeys([*ready.engine, *engines, *diverged, *ready.own])),
+            notes=tuple(dict.fromkeys([*way.notes, *ready.engine, *engines, *diverged, *ready.own])),
             skipped=skipped,
             extra=ready.returned,
             phases=self.watch.phases,
             read=self.read,
             read_by_rank=tuple(end.read for end in ends),
             bytes_received=restore.received,
+            base=step if way.stretches else None,
+            exact=replayed.exact,
+            deviation=replayed.deviation,
+            log_bytes=replayed.bytes_read,
         )
 
     def _describe(self, step: int, ready: _Ready) -> bytes:
@@ -282,11 +303,14 @@ class _Load:
         missing = tensors.missing + found.missing
         return replace(tensors, missing=missing, unexpected=found.unexpected, conflicts=found.conflicts)
 
-    def _finish(self, ready: _Ready, restore: Restore, *, refresh: bool) -> bytes:
+    def _finish(self, ready: _Ready, restore: Restore, way: Recovery, *, refresh: bool) -> bytes:
         """Put everything back that is not a chunk. Returns what all ranks are told of this one."""
         if refresh:
             self.adapter.refresh()
         ready.engine = self.adapter.finish(ready.saved.engine)
+        if way.stretches:
+            ready.replayed = replay_on(self.comm, self.store, self.adapter, way, ready.state, ready.saved)
+            ready.engine += ready.replayed.notes
         ready.returned = give_back(ready.saved, self.extra)
         # Last of all, because everything before may draw from the generators.
         ready.own = ready.saved.notes + restore_generators(ready.saved, self.comm.rank)

@@ -115,6 +115,20 @@ class LoadReport:
     """bytes that each rank got from the store: chunks, objects and index"""
     bytes_received: int = 0
     """bytes of chunks that this rank got from other ranks"""
+    base: int | None = None
+    """the checkpoint that was read; None: it is that of ``step``, and no step was replayed"""
+    exact: bool | None = None
+    """is what this rank's optimizers step, behind the last step that was replayed, bit for bit what it was? None:
+    nothing was replayed, or in another layout, where the log does not say"""
+    deviation: float | None = None
+    """the largest relative difference of replayed values to those that the log remembers; None: it has none of them"""
+    log_bytes: int = 0
+    """bytes of the gradient log that this rank read"""
+
+    @property
+    def replayed(self) -> int:
+        """Optimizer steps that were repeated from the gradient log."""
+        return 0 if self.base is None else self.step - self.base
 
     @property
     def bytes_from_store(self) -> int:
@@ -124,6 +138,10 @@ class LoadReport:
     def __str__(self) -> str:
         by = f"saved by {count(self.saved_world, 'rank')}, {size(self.bytes_read)} read by this one"
         lines = [f"step {self.step}: {by} in {self.seconds:.2f} s"]
+        if self.base is not None:
+            way = {True: "bit for bit", False: "with a deviation", None: "in another layout"}[self.exact]
+            off = "" if self.deviation is None or self.exact else f", at most {self.deviation:.2g} of a value off"
+            lines.append(f"step {self.base} and {count(self.replayed, 'step')} replayed from the log, {way}{off}")
         for title in ("missing", "unexpected", "casts", "notes", "skipped"):
             lines += [f"{title}: {line}" for line in getattr(self, title)]
         return "\n  ".join(lines)

@@ -133,6 +133,22 @@ def async_save(
         SaveInFlight: with ``on_busy="refuse"``.
         CkptError: the asynchronous save before has failed, and a rank has not heard of it.
     """
+    ways = Ways(overwrite, on_divergence, codec, budget)
+    return begin(engine, root, ways, step=step, extra=extra, io_limit=io_limit, on_busy=on_busy, timeout=timeout)
+
+
+def begin(
+    engine: object,
+    root: Root | None,
+    ways: Ways,
+    *,
+    step: int | None = None,
+    extra: Mapping[str, Any] | None = None,
+    io_limit: float | None = None,
+    on_busy: str = "wait",
+    timeout: float | None = None,
+) -> SaveHandle:
+    """Begin an asynchronous save; :func:`async_save` says how."""
     watch = Stopwatch()
     if on_busy not in ON_BUSY:
         raise ConfigError(f"on_busy={on_busy!r}: expected one of {', '.join(ON_BUSY)}")
@@ -142,7 +158,6 @@ def async_save(
     comm = background_communicator(timeout)
     meeting(comm)
     _settle_last(on_busy, timeout)
-    ways = Ways(overwrite, on_divergence, codec, budget)
     found: tuple[Store, Snapshot] | Exception
     try:
         ways.check()

@@ -25,10 +25,11 @@ LEVEL = {
     "layout": 1, "report": 1,
     "store": 2, "format": 2, "analysis": 2,
     "repo": 3, "plan": 3, "describe": 3,
-    "runtime": 4, "gradlog": 4, "engine": 4,
+    "runtime": 4, "engine": 4,
     "convert": 5,  # reads, packs and commits as a save does
-    "saving": 6, "loading": 6, "auditing": 6, "analyzing": 6, "checkpointer": 6,
-    "preempting": 7,
+    "gradlog": 5,  # hooks into engines, and its ranks meet as those of a save do
+    "saving": 6, "loading": 6, "auditing": 6, "analyzing": 6,
+    "preempting": 7, "checkpointer": 7,
     "cli": 8,
     "__main__": 9, "__init__": 9,
 }  # fmt: skip

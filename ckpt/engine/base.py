@@ -6,7 +6,7 @@ holds it) and plain Python state. Flat buffers, padding, partition arithmetic an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Protocol, runtime_checkable
@@ -101,6 +101,51 @@ class Mismatch:
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
     conflicts: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Stepped:
+    """One tensor that a torch optimizer steps, and which elements of which global tensors lie where in it.
+
+    ``optimizer``: whose ``step`` it is (of a ``ZeroRedundancyOptimizer`` the local one). ``key``: the tensor that
+    stands in its ``param_groups`` and keys its state; flat or not, whole or a slice, maybe a ``DTensor``. ``group``:
+    index in ``optimizer.param_groups``. ``members``: FQNs of everything in it, on all ranks that share it. ``places``:
+    for a tensor with the local shape of ``key`` (its gradient) yields (fqn, shape of the global tensor, box, view):
+    what this rank holds, padding excluded. ``shown``: the optimizer that the user and schedulers see; its groups are
+    those of ``optimizer``, one for one.
+    """
+
+    optimizer: torch.optim.Optimizer
+    key: torch.Tensor
+    group: int
+    members: tuple[str, ...]
+    places: Callable[[torch.Tensor], Iterator[tuple[str, tuple[int, ...], Box, torch.Tensor]]]
+    shown: torch.optim.Optimizer
+
+
+@runtime_checkable
+class ReplayableAdapter(Protocol):
+    """An adapter whose engine's optimizer steps can be logged and repeated (:mod:`ckpt.gradlog`)."""
+
+    def stepped(self) -> list[Stepped]:
+        """Return what the optimizers step on this rank, in an order that is the same in every process of this job.
+
+        Raises:
+            UnsupportedLayout: as ``describe``.
+        """
+
+    def counters(self) -> dict[str, Any]:
+        """Return what of :attr:`EngineState.objects` changes from step to step, without the optimizer's groups."""
+
+    def replayed(self, objects: Sequence[Mapping[str, Any]]) -> list[str]:
+        """Rebuild what follows from the stepped tensors, and put back ``objects``. May be a collective.
+
+        ``objects``: :attr:`EngineState.objects` of the checkpoint, as ``finish`` gets them, with the counters behind
+        the last step that was repeated.
+
+        Returns:
+            Notes, as :meth:`EngineAdapter.finish`.
+        """
 
 
 @runtime_checkable

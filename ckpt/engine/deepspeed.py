@@ -23,13 +23,14 @@ from ckpt.engine.deepspeed_layout import (
     relink_state,
 )
 from ckpt.engine.deepspeed_naming import Naming
-from ckpt.engine.deepspeed_objects import capture_objects, compare_objects, restore_objects
+from ckpt.engine.deepspeed_objects import capture_counters, capture_objects, compare_objects, restore_objects
 from ckpt.engine.deepspeed_refuse import (
     refuse_mid_accumulation,
     refuse_pending_gradients,
     refuse_unsupported,
 )
 from ckpt.engine.shared_check import check_tensor
+from ckpt.engine.shared_partition import stepped_of
 from ckpt.engine.shared_shards import master_shards, tensor_shards
 from ckpt.engine.shared_state import StateLoad, state_shards
 from ckpt.errors import ConfigError
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from ckpt.engine.base import Mismatch, SavedSpecs
+    from ckpt.engine.base import Mismatch, SavedSpecs, Stepped
     from ckpt.engine.shared_partition import Named, Partition
 
 
@@ -60,6 +61,7 @@ class DeepSpeedAdapter:
         self._engine = engine
         self._context = context or Context()
         self._loading: StateLoad | None = None
+        self._names: tuple[Naming, list[Partition]] | None = None
 
     def step(self) -> int:
         """Return the number of optimizer steps taken, skipped ones (fp16 overflow) included."""
@@ -136,6 +138,36 @@ class DeepSpeedAdapter:
         notes += restore_objects(self._engine, partitions, naming, objects)
         relink_state(optimizer, all(loading.inner.state.get(p.key) for p in partitions))
         return notes
+
+    def stepped(self) -> list[Stepped]:
+        """Return this rank's masters, or parameters without them; see :class:`ckpt.engine.base.ReplayableAdapter`."""
+        _, _, partitions = self._survey()
+        inner = inner_optimizer(self._engine.optimizer)
+        return [] if inner is None else stepped_of(inner, partitions)
+
+    def counters(self) -> dict[str, Any]:
+        """Return counters, scheduler and loss scaler as they are now."""
+        return capture_counters(self._engine, self._named()[0])
+
+    def replayed(self, objects: Sequence[Mapping[str, Any]]) -> list[str]:
+        """Rebuild the parameters from the masters and put back counters and hyperparameters. A collective."""
+        optimizer = self._engine.optimizer
+        before_writing(optimizer)
+        rebuild_low_precision(optimizer)
+        after_writing(optimizer)
+        self._names = None
+        naming, partitions = self._named()
+        notes = restore_objects(self._engine, partitions, naming, objects)
+        inner = inner_optimizer(optimizer)
+        relink_state(optimizer, all(inner.state.get(p.key) for p in partitions))
+        return notes
+
+    def _named(self) -> tuple[Naming, list[Partition]]:
+        """Return names and partitions, worked out once: who asks in every step has an engine that stays as it is."""
+        if self._names is None:
+            naming = Naming.of(self._engine, self._context)
+            self._names = naming, partitions_of(self._engine.optimizer, naming.named)
+        return self._names
 
     def _survey(self) -> tuple[EngineState, Naming, list[Partition]]:
         naming = Naming.of(self._engine, self._context)

@@ -41,11 +41,15 @@ _SCALER_SETTINGS = {
 
 def capture_objects(engine: Any, partitions: list[Partition], naming: Naming) -> dict[str, Any]:
     """Return what :func:`restore_objects` puts back: plain Python values, and group options that are tensors."""
+    groups = capture_groups(inner_optimizer(engine.optimizer), partitions)
+    return {**capture_counters(engine, naming), "setup": _setup(engine), "optimizer": groups}
+
+
+def capture_counters(engine: Any, naming: Naming) -> dict[str, Any]:
+    """Return the part of it that changes from step to step, without the optimizer's groups."""
     optimizer = engine.optimizer
     found = {
         "engine": {name: getattr(engine, name) for name in _COUNTERS if hasattr(engine, name)},
-        "setup": _setup(engine),
-        "optimizer": capture_groups(inner_optimizer(optimizer), partitions),
         "scheduler": capture_scheduler(engine.lr_scheduler),
         "loss_scaler": _capture_scaler(optimizer),
         "flags": {name: _plain_flag(getattr(optimizer, name)) for name in _FLAGS if hasattr(optimizer, name)},

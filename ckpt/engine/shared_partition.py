@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from ckpt.engine.base import Stepped
 from ckpt.engine.shared_check import local_tensor
 from ckpt.layout.tiling import Tiling
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from ckpt.layout.box import Box
     from ckpt.layout.tiling import FlatPart
@@ -98,6 +99,26 @@ class Partition:
             yield from flat_padding(tensor, piece.offset, piece.tiling, piece.start, piece.numel)
         else:
             yield from padding_views(tensor, piece.tiling)
+
+
+def stepped_of(
+    optimizer: torch.optim.Optimizer, partitions: Iterable[Partition], shown: torch.optim.Optimizer | None = None
+) -> list[Stepped]:
+    """Return what an optimizer steps, for those who log its gradients or repeat its steps.
+
+    ``shown``: the optimizer around it whose groups schedulers move; None: itself.
+    """
+
+    def places(one: Partition) -> Callable[[torch.Tensor], Iterator[tuple[str, tuple[int, ...], Box, torch.Tensor]]]:
+        def yielded(tensor: torch.Tensor) -> Iterator[tuple[str, tuple[int, ...], Box, torch.Tensor]]:
+            for piece in one.pieces:
+                for box, view in one.views(tensor, piece):
+                    yield piece.fqn, piece.shape, box, view
+
+        return yielded
+
+    outer = optimizer if shown is None else shown
+    return [Stepped(optimizer, one.key, one.group, tuple(one.members), places(one), outer) for one in partitions]
 
 
 def flat_views(

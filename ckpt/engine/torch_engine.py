@@ -12,12 +12,12 @@ import torch
 
 from ckpt.engine.base import Context, EngineState
 from ckpt.engine.shared_check import local_tensor
-from ckpt.engine.shared_partition import clear_padding
+from ckpt.engine.shared_partition import clear_padding, stepped_of
 from ckpt.engine.shared_shards import tensor_shards
 from ckpt.engine.shared_state import NOT_OPTIMIZER_STATE, StateLoad, state_shards
 from ckpt.engine.torch_layout import inner_optimizer, layout_of
 from ckpt.engine.torch_names import fsdp_modules
-from ckpt.engine.torch_objects import capture_objects, compare_objects, restore_objects
+from ckpt.engine.torch_objects import capture_counters, capture_objects, compare_objects, restore_objects
 from ckpt.engine.torch_parts import parts_of
 from ckpt.errors import ConfigError, UnsupportedLayout
 from ckpt.layout.spec import BUFFER, PARAM
@@ -25,7 +25,8 @@ from ckpt.layout.spec import BUFFER, PARAM
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
-    from ckpt.engine.base import Mismatch, SavedSpecs
+    from ckpt.engine.base import Mismatch, SavedSpecs, Stepped
+    from ckpt.engine.shared_partition import Partition
     from ckpt.engine.torch_layout import Layout
 
 
@@ -48,6 +49,7 @@ class TorchAdapter:
         self._parts = parts_of(engine)
         self._context = context or Context()
         self._loading: tuple[Layout, list[StateLoad]] | None = None
+        self._layout: Layout | None = None
 
     def step(self) -> int:
         """Return the largest ``step`` in the optimizers' state, else a scheduler's ``last_epoch``, else 0.
@@ -119,6 +121,26 @@ class TorchAdapter:
         notes = [note for load in loads for note in load.finish()]
         return notes + restore_objects(self._parts, layout, objects)
 
+    def stepped(self) -> list[Stepped]:
+        """Return this rank's parts of what the optimizers step; see :class:`ckpt.engine.base.ReplayableAdapter`."""
+        layout, state = self._survey()
+        layout.tiler.check("this engine", state.groups, apart=len(state.groups.get("pp", ())) > 1)
+        found = zip(self._parts.optimizers, layout.partitions, strict=True)
+        return [one for optimizer, partitions in found for one in _stepped(optimizer, partitions)]
+
+    def counters(self) -> dict[str, Any]:
+        """Return schedulers, gradient scaler and extra state as they are now."""
+        if self._layout is None:
+            self._layout = layout_of(self._parts, self._context)
+        return capture_counters(self._parts, self._layout, self.step())
+
+    def replayed(self, objects: Sequence[Mapping[str, Any]]) -> list[str]:
+        """Drop gathered copies of FSDP2 parameters and put back hyperparameters and schedulers."""
+        for part in self._parts.models:
+            for module in fsdp_modules(part.module):
+                module.reshard()
+        return restore_objects(self._parts, layout_of(self._parts, self._context), objects)
+
     def _being_loaded(self) -> tuple[Layout, list[StateLoad]]:
         if self._loading is None:
             raise ConfigError("refresh() or finish() without describe_for_load(): nothing is being loaded")
@@ -134,6 +156,10 @@ class TorchAdapter:
             state.shards += tensor_shards(layout.named.values(), PARAM)
             state.shards += tensor_shards(layout.buffers, BUFFER)
         return layout, state
+
+
+def _stepped(optimizer: Any, partitions: list[Partition]) -> list[Stepped]:
+    return stepped_of(inner_optimizer(optimizer), [one for one in partitions if one.pieces], optimizer)
 
 
 def _is_count(value: object) -> bool:

@@ -25,8 +25,12 @@ if TYPE_CHECKING:
 
 def capture_objects(parts: Parts, layout: Layout, step: int) -> dict[str, Any]:
     """Return what :func:`restore_objects` puts back."""
-    found: dict[str, Any] = {"engine": {"global_steps": step}, "optimizer": _capture_optimizers(parts, layout)}
-    found |= capture_schedulers(parts)
+    return {**capture_counters(parts, layout, step), "optimizer": _capture_optimizers(parts, layout)}
+
+
+def capture_counters(parts: Parts, layout: Layout, step: int) -> dict[str, Any]:
+    """Return the part of it that changes from step to step, without the optimizers' groups."""
+    found: dict[str, Any] = {"engine": {"global_steps": step}, **capture_schedulers(parts)}
     if parts.scaler is not None:
         found["scaler"] = {"class": class_name(parts.scaler), "state": parts.scaler.state_dict()}
     if layout.stateful:

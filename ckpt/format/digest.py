@@ -40,6 +40,10 @@ class Running:
         """Take the next piece."""
         self._state.update(data)
 
+    def raw(self) -> bytes:
+        """Return the 16 raw bytes of the digest of all that came so far."""
+        return self._state.digest()
+
     def __str__(self) -> str:
         return f"{ALGORITHM}:{self._state.hexdigest()}"
 

@@ -76,11 +76,13 @@ def publish(
     *,
     again: bool = False,
     degrees: Mapping[str, int] | None = None,
+    log: int | None = None,
 ) -> int:
     """Write the index root and commit. Returns the bytes of both.
 
     ``engine``: kind of the adapter. ``hosts``: name of each rank's host; empty if not known. ``again``: an earlier run
-    of the same attempt may have written the root already. ``degrees``: of a conversion's target.
+    of the same attempt may have written the root already. ``degrees``: of a conversion's target. ``log``: number of the
+    gradient log that passes through this state.
     """
     repo = Repository(attempt.store)
     root = IndexRoot(
@@ -110,6 +112,7 @@ def publish(
         index=index,
         codecs=_codecs(done),
         degrees=dict(degrees or {}),
+        log=log,
     )
     return index.nbytes + repo.commit(body, overwrite=attempt.avoid is not None)
 

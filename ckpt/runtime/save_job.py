@@ -79,12 +79,15 @@ class Watcher:
 
 @dataclass(frozen=True, slots=True)
 class Ways:
-    """How to save; the arguments of :func:`ckpt.save`, as the user gave them."""
+    """How to save; the arguments of :func:`ckpt.save`, as the user gave them. ``log``: number of the gradient log that
+    passes through the state.
+    """
 
     overwrite: bool
     policy: str
     codec: str | Mapping[str, str]
     budget: int | None
+    log: int | None = None
 
     def check(self) -> None:
         """Raise :class:`ConfigError` for what is none of the values possible."""
@@ -323,7 +326,8 @@ class SaveJob:
         def work() -> bytes:
             check_written(attempt, done, comm.beat)
             hosts = tuple(h.host for h in hellos)
-            return msgspec.msgpack.encode(publish(attempt, job, hellos[0].engine, hosts, done, divergences, totals))
+            found = publish(attempt, job, hellos[0].engine, hosts, done, divergences, totals, log=self.ways.log)
+            return msgspec.msgpack.encode(found)
 
         try:
             size = comm.on_root("commit", work)

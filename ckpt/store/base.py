@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 from ckpt.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from ckpt.store.blocks import Blocks
 
@@ -144,6 +144,28 @@ class Store(Protocol):
 
     def delete(self, key: str) -> None:
         """Remove an object; no error if it is gone already."""
+
+
+class Appender(Protocol):
+    """An object that grows. What was appended is durable when the call returns; what a crash cuts off is at the end."""
+
+    def append(self, data: Sequence[Buffer]) -> None:
+        """Append buffers, one behind the other, and make them durable."""
+
+    def close(self) -> None:
+        """Let go of it."""
+
+
+@runtime_checkable
+class Appends(Protocol):
+    """A store whose objects can grow in place."""
+
+    def appender(self, key: str) -> Appender:
+        """Begin an object that is to grow.
+
+        Raises:
+            ObjectExists: the key exists.
+        """
 
 
 @runtime_checkable

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from ckpt.store.base import Buffer, ObjectInfo, ObjectWriter, Store
     from ckpt.store.blocks import Blocks
 
-_ABILITIES = ("remove_folder", "orphans", "abort")
+_ABILITIES = ("remove_folder", "orphans", "abort", "appender")
 """Methods of the optional protocols in :mod:`ckpt.store.base`."""
 
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from ckpt.errors import ObjectExists, StoreError
 from ckpt.store.base import Buffer, ObjectInfo, check_key
 from ckpt.store.local_ahead import AheadWriter
+from ckpt.store.local_appender import LocalAppender
 from ckpt.store.local_system import DIRECT_BYTES, REFUSED, Device, mapped, mostly_cached, set_direct
 from ckpt.store.local_writer import LocalWriter, sync_dir
 
@@ -126,6 +127,13 @@ class LocalStore:
         if blocks is None or not self.device(writer.fd).cached:
             return writer
         return AheadWriter(writer, blocks, head)
+
+    def appender(self, key: str) -> LocalAppender:
+        """See :class:`~ckpt.store.base.Appends`."""
+        appender = LocalAppender(self, key)
+        with mapped(key, self.url, "create"):
+            self._sync_up(os.path.dirname(appender.path))
+        return appender
 
     def get(self, key: str, start: int = 0, nbytes: int | None = None) -> bytes:
         """See :class:`~ckpt.store.base.Store`."""

@@ -1,0 +1,366 @@
+"""The gradient log of one rank while the job trains: hooks, records, and the thread that makes them durable.
+
+What a step costs the training: one pass over the gradient (into half precision, where that holds it), one digest of
+what was stepped behind the step and one in front of the next, and the small state. Encoding, framing and storing happen
+behind the next forward and backward.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import torch
+
+from ckpt.engine.base import dtype_name
+from ckpt.errors import ConfigError, ReplayError
+from ckpt.format.codec import codec_of, encode
+from ckpt.format.frames import frame_of
+from ckpt.gradlog.capture import Capture, Step, Taken, options_of, sum_of_squares
+from ckpt.gradlog.lineage import LogHead, begin_log, log_key
+from ckpt.gradlog.record import (
+    VERSION,
+    Call,
+    Gradient,
+    Inner,
+    Object,
+    Options,
+    RankHead,
+    Record,
+    encode_record,
+)
+from ckpt.gradlog.segments import SegmentWriter, rank_prefix
+from ckpt.gradlog.share import flat_of, share
+from ckpt.gradlog.supported import kernel_of, refuse_unsupported
+from ckpt.gradlog.watch import Watch
+from ckpt.layout.spec import BUFFER, PARAM
+from ckpt.runtime.extras import collect
+from ckpt.runtime.publish import now
+from ckpt.runtime.staging import tensor_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from ckpt.engine.base import EngineState, LiveShard, ReplayableAdapter
+    from ckpt.format.digest import Buffer
+    from ckpt.gradlog.record import Loose
+    from ckpt.gradlog.share import Own
+    from ckpt.runtime.comm import Comm
+    from ckpt.runtime.extras import Item
+    from ckpt.store.base import Store
+
+log = logging.getLogger("ckpt")
+
+RANK_HEAD = "head.json"
+BLOCK = 4 << 20
+"""Bytes that are encoded at once."""
+SAMPLES = 8
+"""Stepped values that a record tells, so that a replay elsewhere can say how far it is off."""
+CODECS = ("none", "zstd")
+
+
+class GradientLog:
+    """A log that begins at the state the engine is in. Making one is collective, inside of an operation.
+
+    Args:
+        comm: all ranks.
+        store: the repository's.
+        adapter: of the engine.
+        head: where the log begins: ``start``, and ``attempt`` or ``follows``.
+        flush_every: records that are made durable together, at least 1.
+        budget: bytes of records that may wait to be stored.
+        codec: ``none`` or ``zstd`` (byte planes).
+
+    Raises:
+        ConfigError: the engine's optimizers cannot be logged; says why.
+        LayoutError: what the ranks step does not form whole tensors.
+    """
+
+    def __init__(
+        self,
+        comm: Comm,
+        store: Store,
+        adapter: ReplayableAdapter,
+        state: EngineState,
+        head: LogHead,
+        *,
+        flush_every: int = 1,
+        budget: int = 256 << 20,
+        codec: str = "none",
+    ) -> None:
+        self.rank, self._adapter, self._codec = comm.rank, adapter, codec
+        stepped = comm.run("stepped", lambda: refuse_unsupported(adapter.stepped()))
+        own = share(comm, stepped)
+        encoded = comm.on_root("log", lambda: msgspec.json.encode(begin_log(store, head)))
+        self.head = msgspec.json.decode(encoded, type=LogHead)
+        self.key = log_key(self.head.number)
+        self._watch = Watch(own, loose_of(state))
+        self._capture = Capture(own, self._watch.check)
+        self._samples = _positions(own)
+        comm.run("head", lambda: self._write_head(store, comm, own))
+        self._writer = SegmentWriter(store, self.key, comm.rank, flush_every=flush_every, budget=budget)
+        self.step = self.head.start
+        self.broken: str | None = None
+        self.payload_bytes = 0
+        self._since = time.monotonic()
+
+    # -- one call behind each step ----------------------------------------------------------------------------------
+
+    def end_step(self, step: int, extra: Mapping[str, Any] | None) -> None:
+        """Log what was stepped since the last call. Nothing here is collective, and nothing fails: see ``broken``.
+
+        Args:
+            step: of the engine, behind what was stepped.
+            extra: as in :func:`ckpt.save`.
+        """
+        if self.broken is not None:
+            return
+        try:
+            self._end_step(step, extra)
+        except Exception as error:
+            self._break(f"{type(error).__name__}: {error}")
+
+    def _end_step(self, step: int, extra: Mapping[str, Any] | None) -> None:
+        steps = self._capture.drain()
+        trouble = self._trouble(step, steps)
+        if trouble is None:
+            changed = self._watch.loose()  # may find that too much has changed
+            before, digest = self._watch.changed, ""
+            if not steps:
+                self._watch.check(range(len(self._capture.own)))
+                digest = self._watch.look()
+            else:
+                digest = self._watch.look()
+            trouble = before or self._watch.changed
+        if trouble is not None:
+            self._break(trouble)
+            return
+        self.step = step
+        items = collect(self._adapter.counters(), extra)
+        options = options_of(self._capture.shown)
+        nbytes = sum(one.nbytes for one in steps) + sum(tensor.nbytes for _, tensor in changed)
+        self.payload_bytes += sum(one.nbytes for one in steps)
+        seconds, self._since = time.monotonic() - self._since, time.monotonic()
+        # Objects may hold live tensors, which the next step changes: a record is complete before this returns.
+        objects, tensors = _objects(items)
+        samples = self._sampled()
+        make = partial(self._frame, step, steps, options, objects, tensors, changed, digest, samples, seconds)
+        self._writer.submit(step, nbytes + (64 << 10), make)
+        if self._writer.failed is not None:
+            self._break(f"it could not be stored: {self._writer.failed}")
+
+    def _trouble(self, step: int, steps: Sequence[Step]) -> str | None:
+        if self._capture.failed is not None:
+            return f"gradients could not be taken: {self._capture.failed}"
+        if self._watch.changed is not None:
+            return self._watch.changed
+        if step != self.step + 1:
+            return f"behind step {self.step} comes step {step}: one call is expected behind each step"
+        if len(steps) > 1:
+            return f"the optimizers have taken {len(steps)} steps between two calls: one call is expected behind each"
+        return None
+
+    def _break(self, why: str) -> None:
+        self.broken = why
+        self._capture.close()
+        log.warning("the gradient log of rank %d ends behind step %d: %s", self.rank, self.step, why)
+
+    def rotate(self) -> None:
+        """Let the next record begin a new file: what comes behind a full save is kept longer than what was before."""
+        self._writer.rotate()
+
+    def paused(self) -> _Paused:
+        """Return a context in which optimizer steps are not logged: what replays them calls them too."""
+        return _Paused(self._capture)
+
+    @property
+    def durable(self) -> int:
+        """The last step whose record of this rank is durable; the log's start if there is none."""
+        return self.head.start if self._writer.durable is None else self._writer.durable
+
+    @property
+    def written(self) -> int:
+        """Bytes that were stored."""
+        return self._writer.written
+
+    def flush(self) -> None:
+        """Wait until what was logged is durable.
+
+        Raises:
+            ReplayError: it never will be.
+        """
+        self._writer.flush()
+        if self._writer.failed is not None:
+            raise ReplayError(f"the gradient log of rank {self.rank} could not be stored: {self._writer.failed}")
+
+    def close(self) -> None:
+        """Make durable what was logged, and take the hooks away."""
+        self._capture.close()
+        self._writer.close()
+
+    # -- in the thread that stores ----------------------------------------------------------------------------------
+
+    def _frame(
+        self,
+        step: int,
+        steps: Sequence[Step],
+        options: tuple[Options, ...],
+        objects: tuple[Object, ...],
+        tensors: dict[str, torch.Tensor],
+        changed: Sequence[tuple[Loose, torch.Tensor]],
+        digest: str,
+        samples: tuple[tuple[int, float], ...],
+        seconds: float,
+    ) -> list[Buffer]:
+        stored: dict[str, Any] = dict(tensors)
+        calls = []
+        for one in steps:
+            gradients = tuple(self._gradient(taken, f"grad/{i}", stored) for i, taken in enumerate(one.taken))
+            settings = tuple(
+                Options(optimizer=o, group=g, document=document) for (o, g), document in sorted(one.options.items())
+            )
+            calls.append(Call(gradients=gradients, options=settings))
+        stored |= {said.name: tensor for said, tensor in changed}
+        record = Record(
+            format=VERSION,
+            step=step,
+            rank=self.rank,
+            calls=tuple(calls),
+            options=options,
+            objects=objects,
+            loose=tuple(said for said, _ in changed),
+            digest=digest,
+            square=sum_of_squares(taken for one in steps for taken in one.taken) if steps else None,
+            samples=samples,
+            seconds=round(seconds, 6),
+        )
+        return frame_of(step, encode_record(record, stored))
+
+    def _gradient(self, taken: Taken, name: str, stored: dict[str, Any]) -> Gradient:
+        data, scale = taken.kept.data, taken.kept.scale
+        said = Gradient(
+            name=name,
+            entries=taken.entries,
+            dtype=dtype_name(data.dtype),
+            wide=taken.wide,
+            scale="" if scale is None else float(scale).hex(),
+        )
+        if self._codec == "none" or not data.nbytes:
+            stored[name] = data
+            return said
+        raw, codec = tensor_bytes(data), codec_of(data.element_size())
+        blocks = [encode(raw[at : at + BLOCK], codec, data.element_size()) for at in range(0, raw.nbytes, BLOCK)]
+        if sum(map(len, blocks)) >= raw.nbytes:
+            stored[name] = data
+            return said
+        stored[name] = ("uint8", blocks)
+        return msgspec.structs.replace(said, codec=codec, block=BLOCK, blocks=tuple(map(len, blocks)))
+
+    # -- once -------------------------------------------------------------------------------------------------------
+
+    def _write_head(self, store: Store, comm: Comm, own: Sequence[Own]) -> None:
+        head = RankHead(
+            format=VERSION,
+            rank=comm.rank,
+            world=comm.world,
+            entries=tuple(one.entry for one in own),
+            kernels=tuple(kernel_of(one) for one in self._capture.optimizers),
+            software=software(),
+        )
+        store.put(f"{rank_prefix(self.key, comm.rank)}/{RANK_HEAD}", msgspec.json.encode(head))
+
+    def _sampled(self) -> tuple[tuple[int, float], ...]:
+        own = self._capture.own
+        return tuple((at, float(flat_of(own[entry].stepped.key)[place])) for at, entry, place in self._samples)
+
+
+class _Paused:
+    def __init__(self, capture: Capture) -> None:
+        self._capture = capture
+
+    def __enter__(self) -> None:
+        self._capture.paused = True
+
+    def __exit__(self, *_: object) -> None:
+        self._capture.paused = False
+
+
+def checked_codec(codec: str) -> str:
+    """Return a codec's name.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    if codec not in CODECS:
+        raise ConfigError(f"codec={codec!r} of the gradient log: expected one of {', '.join(CODECS)}")
+    return codec
+
+
+def software() -> dict[str, str]:
+    """Return the versions of what computes a step."""
+    found = {}
+    for name in ("ckpt", "torch", "deepspeed"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    found["device"] = (
+        torch.cuda.get_device_name() if torch.cuda.is_available() else torch.backends.cpu.get_cpu_capability()
+    )
+    return found
+
+
+def loose_of(state: EngineState) -> list[LiveShard]:
+    """Return what changes by other means than an optimizer's step, if it changes."""
+    stepped = {one.spec.fqn for one in state.shards if one.spec.role not in (PARAM, BUFFER)} | state.derived
+    return [
+        one
+        for one in state.shards
+        if one.spec.role == BUFFER or (one.spec.role == PARAM and one.spec.fqn not in stepped)
+    ]
+
+
+def _objects(items: Sequence[Item]) -> tuple[tuple[Object, ...], dict[str, torch.Tensor]]:
+    found = []
+    tensors: dict[str, torch.Tensor] = {}
+    for item in items:
+        names = [f"object/{item.kind}/{item.name}/{i}" for i in range(len(item.tensors))]
+        copies = [tensor.detach().to("cpu", copy=True).contiguous() for tensor in item.tensors]
+        inner = tuple(Inner(n, dtype_name(t.dtype), tuple(t.shape)) for n, t in zip(names, copies, strict=True))
+        found.append(Object(name=item.name, kind=item.kind, document=item.document.decode(), tensors=inner))
+        tensors.update(zip(names, copies, strict=True))
+    return tuple(found), tensors
+
+
+def _positions(own: Sequence[Own]) -> list[tuple[int, int, int]]:
+    """Return (position in the order of the logged elements, entry, place in its memory) of a few of them."""
+    total = sum(one.entry.numel for one in own)
+    wanted = sorted({total * (2 * i + 1) // (2 * SAMPLES) for i in range(SAMPLES)}) if total else []
+    found: list[tuple[int, int, int]] = []
+    begin = 0
+    for number, one in enumerate(own):
+        for run in one.runs:
+            count = 1
+            for size in run.sizes:
+                count *= size
+            here = [at for at in wanted if begin <= at < begin + count]
+            found += [(at, number, run.offset + _place(at - begin, run.sizes, run.strides)) for at in here]
+            begin += count
+    return found
+
+
+def _place(index: int, sizes: Sequence[int], strides: Sequence[int]) -> int:
+    place = 0
+    for size, stride in zip(reversed(sizes), reversed(strides), strict=True):
+        place += index % size * stride
+        index //= size
+    return place
+
+
+def new_head(start: int, world: int, *, attempt: str = "", follows: int | None = None) -> LogHead:
+    """Return what a log says that begins at ``start``; its number is given by :func:`begin_log`."""
+    return LogHead(format=VERSION, number=0, start=start, world=world, attempt=attempt, follows=follows, created=now())

@@ -1,0 +1,121 @@
+"""How far a repository brings a job back: the newest checkpoint, and the steps that all ranks have logged behind it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from ckpt.errors import ReplayError
+from ckpt.gradlog.lineage import Way, read_head, ways_to
+from ckpt.gradlog.reading import Scan, scan
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ckpt.runtime.comm import Comm
+    from ckpt.store.base import Store
+
+
+class Stretch(msgspec.Struct, frozen=True, array_like=True):
+    """Records ``first`` … ``last`` of log ``number``, kept by ``world`` ranks."""
+
+    number: int
+    first: int
+    last: int
+    world: int
+
+
+@dataclass(frozen=True, slots=True)
+class Recovery:
+    """``base``: the checkpoint. ``stretches``: what is replayed on it, in order. ``notes``: what is not, and why."""
+
+    base: int
+    stretches: tuple[Stretch, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def step(self) -> int:
+        """The step at which the job is back."""
+        return self.stretches[-1].last if self.stretches else self.base
+
+
+class _Span(msgspec.Struct, array_like=True):
+    number: int
+    first: int
+    last: int | None
+    world: int
+
+
+class _Way(msgspec.Struct, array_like=True):
+    step: int
+    spans: list[_Span]
+
+
+def find_recovery(comm: Comm, store: Store, step: int | None, *, lenient: bool) -> list[Recovery]:
+    """Return how to come to ``step`` (None: as far as possible), the best way first. Collective, in an operation.
+
+    Args:
+        comm: all ranks.
+        store: the repository's.
+        step: the step that was asked for.
+        lenient: take what is sound of a damaged log; otherwise damage in the middle of one is an error.
+
+    Raises:
+        NoSuchCheckpoint: the root is empty, or nothing leads to ``step``.
+        ReplayError: a log that leads there is damaged or has a gap; names the longest sound prefix.
+    """
+
+    def work() -> bytes:
+        return msgspec.msgpack.encode([_way(store, one) for one in ways_to(store, step)])
+
+    found = msgspec.msgpack.decode(comm.on_root("pick", work), type=list[_Way])
+    recoveries: list[Recovery] = []
+    for one in found:
+        recoveries.append(_ended(comm, store, one) if one.spans else Recovery(one.step))
+        if recoveries[-1].stretches:
+            break  # bases further back lead to the same end, and are longer on their way
+    best = max(recoveries, key=lambda one: (one.step, one.base))
+    if step is not None:
+        best = recoveries[0]
+    if best.notes and not lenient:
+        raise ReplayError(f"{'; '.join(best.notes)}. step={best.step} is as far as the log is sound")
+    if step is not None and best.step != step:
+        raise ReplayError(f"step {step} cannot be reached: the log of all ranks ends behind step {best.step}")
+    return [best, *(one for one in recoveries if one is not best)]
+
+
+def _way(store: Store, way: Way) -> _Way:
+    spans = []
+    for span in way.spans:
+        head = read_head(store, span.number)
+        if head is not None:
+            spans.append(_Span(span.number, span.first, span.last, head.world))
+    return _Way(way.step, spans)
+
+
+def _ended(comm: Comm, store: Store, way: _Way) -> Recovery:
+    """Ask how far a way goes: ranks share the work of looking, and the least that any rank has counts."""
+    stretches: list[Stretch] = []
+    notes: list[str] = []
+    for span in way.spans:
+        if span.last is not None and span.last < span.first:
+            continue
+        scans = _scans(comm, store, span)
+        last = min(one.last for one in scans)
+        notes += [one.trouble for one in scans if one.trouble and one.last == last]
+        if last >= span.first:
+            stretches.append(Stretch(span.number, span.first, last, span.world))
+        if span.last is None or last < span.last:
+            break
+    return Recovery(way.step, tuple(stretches), tuple(notes))
+
+
+def _scans(comm: Comm, store: Store, span: _Span) -> Sequence[Scan]:
+    def work() -> bytes:
+        mine = range(comm.rank, span.world, comm.world)
+        return msgspec.msgpack.encode([scan(store, span.number, rank, span.first, span.last) for rank in mine])
+
+    told = [msgspec.msgpack.decode(data, type=list[Scan]) for data in comm.gather("log", work)]
+    return [one for several in told for one in several]

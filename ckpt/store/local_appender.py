@@ -1,0 +1,53 @@
+"""A file that grows: what was appended is on the disk when the call returns."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from ckpt.errors import ObjectExists
+from ckpt.store.local_system import mapped
+from ckpt.store.local_writer import sync_dir
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ckpt.store.base import Buffer
+    from ckpt.store.local import LocalStore
+
+_MOST = 1024
+"""Buffers that one call of the system takes (``IOV_MAX``)."""
+
+
+class LocalAppender:
+    """See :class:`~ckpt.store.base.Appender`. The file is there from the beginning, and grows in place."""
+
+    def __init__(self, store: LocalStore, key: str) -> None:
+        self.key, self.store = key, store
+        self.path = store._path(key)
+        with mapped(key, store.url, "create"):
+            store._make_parent(self.path)
+            try:
+                self.fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_APPEND, 0o666)
+            except FileExistsError as error:
+                raise ObjectExists(f"{key!r} exists already in {store.url}", key) from error
+            sync_dir(os.path.dirname(self.path))
+
+    def append(self, data: Sequence[Buffer]) -> None:
+        """Write all buffers behind what is there, then sync (a short write is continued)."""
+        with mapped(self.key, self.store.url, "write"):
+            left = [view for part in data if (view := memoryview(part).cast("B")).nbytes]
+            while left:
+                done = os.writev(self.fd, left[:_MOST])
+                while left and done >= left[0].nbytes:
+                    done -= left.pop(0).nbytes
+                if done:
+                    left[0] = left[0][done:]
+            os.fdatasync(self.fd)
+
+    def close(self) -> None:
+        """Close the file; a network file system may report a lost write only here."""
+        if self.fd >= 0:
+            fd, self.fd = self.fd, -1
+            with mapped(self.key, self.store.url, "close"):
+                os.close(fd)
