@@ -13,10 +13,10 @@ import msgspec
 from ckpt.engine.base import ReplayableAdapter
 from ckpt.engine.find import adapter_for
 from ckpt.errors import CkptError, ConfigError, NoSuchCheckpoint
-from ckpt.gradlog.lineage import LogHead, log_numbers
 from ckpt.gradlog.log import GradientLog, checked_codec, new_head
 from ckpt.gradlog.retention import retire
 from ckpt.loading import load
+from ckpt.repo.lineage import LogHead, log_behind
 from ckpt.repo.repository import Repository
 from ckpt.runtime.extras import checked_extra
 from ckpt.runtime.memory import blocks_of
@@ -114,7 +114,9 @@ class Checkpointer:
         self._log: GradientLog | None = None
         self._costs = _Costs()
         self.resumed: LoadReport | None = self._resume(load_options or {}) if resume else None
-        self.last_full = self._adapter.step() if self.resumed is None else self._base_of(self.resumed)
+        self.number = self._adapter.step() if self.resumed is None else self.resumed.step
+        """steps taken, of this job and of those that it continues"""
+        self.last_full = self.number if self.resumed is None else self._base_of(self.resumed)
         self._start()
 
     # -- for the loop -------------------------------------------------------------------------------------------------
@@ -122,13 +124,14 @@ class Checkpointer:
     def step(self) -> None:
         """Log the optimizer step that was just taken (or skipped), and begin a full save if one is due.
 
-        Every rank calls it behind every optimizer step. It returns in the time that the small state takes; what fails
-        of the log ends the log, is told in a warning, and is followed by a full save and a log of its own.
+        Every rank calls it once behind every optimizer step, also behind one that an overflow made the scaler skip:
+        steps are counted here, on from the one that was loaded. It returns in the time that the small state takes;
+        what fails of the log ends the log, is told in a warning, and is followed by a full save and a log of its own.
 
         Raises:
             CkptError: the full save before has failed, and this rank has not heard of it.
         """
-        number = self._adapter.step()
+        self.number = number = self.number + 1
         self._costs.step(self._handle is not None and not self._handle.durable.done())
         if self._log is not None:
             self._log.end_step(number, self._extra)
@@ -138,7 +141,7 @@ class Checkpointer:
 
     def save(self) -> SaveHandle:
         """Begin a full save now. Every rank calls it at the same step."""
-        self._full(self._adapter.step())
+        self._full(self.number)
         if self._handle is None:
             raise ConfigError("no save was begun")
         return self._handle
@@ -190,7 +193,7 @@ class Checkpointer:
 
     def _start(self) -> None:
         """Begin the log that follows what was loaded, or with a full save if nothing was."""
-        step = self._adapter.step()
+        step = self.number
         report = self.resumed
         if not self._gradients:
             if report is None:
@@ -201,7 +204,8 @@ class Checkpointer:
             if report is None:
                 return msgspec.json.encode(new_head(step, self._comm.world))
             if report.base is not None:
-                return msgspec.json.encode(new_head(step, self._comm.world, follows=max(log_numbers(self._store))))
+                follows = log_behind(self._store, report.base, report.step)
+                return msgspec.json.encode(new_head(step, self._comm.world, follows=follows))
             attempt = Repository(self._store).read_commit(report.step).attempt
             return msgspec.json.encode(new_head(step, self._comm.world, attempt=attempt))
 

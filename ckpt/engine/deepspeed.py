@@ -29,6 +29,7 @@ from ckpt.engine.deepspeed_refuse import (
     refuse_pending_gradients,
     refuse_unsupported,
 )
+from ckpt.engine.deepspeed_running import multiply_up
 from ckpt.engine.shared_check import check_tensor
 from ckpt.engine.shared_partition import stepped_of
 from ckpt.engine.shared_shards import master_shards, tensor_shards
@@ -137,6 +138,7 @@ class DeepSpeedAdapter:
         notes = loading.finish()
         notes += restore_objects(self._engine, partitions, naming, objects)
         relink_state(optimizer, all(loading.inner.state.get(p.key) for p in partitions))
+        multiply_up(loading.inner, partitions)
         return notes
 
     def stepped(self) -> list[Stepped]:

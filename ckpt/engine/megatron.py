@@ -7,11 +7,18 @@ lives in ``megatron_optimizer``, plain values in ``megatron_objects``.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from ckpt.engine.base import Context, EngineState
 from ckpt.engine.megatron_model import Survey, axis_groups, survey
-from ckpt.engine.megatron_objects import capture_objects, compare_objects, restore_objects, steps_taken
+from ckpt.engine.megatron_objects import (
+    capture_counters,
+    capture_objects,
+    compare_objects,
+    restore_objects,
+    steps_taken,
+)
 from ckpt.engine.megatron_optimizer import (
     derived_names,
     inner_optimizer,
@@ -19,9 +26,10 @@ from ckpt.engine.megatron_optimizer import (
     rebuild_parameters,
     refuse_in_flight,
     refuse_unsupported,
+    stepping,
 )
 from ckpt.engine.shared_check import class_names
-from ckpt.engine.shared_partition import clear_padding
+from ckpt.engine.shared_partition import clear_padding, stepped_of
 from ckpt.engine.shared_shards import master_shards, tensor_shards
 from ckpt.engine.shared_state import StateLoad, state_shards
 from ckpt.errors import ConfigError
@@ -32,7 +40,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from ckpt.engine.base import Mismatch, SavedSpecs
+    from ckpt.engine.base import Mismatch, SavedSpecs, Stepped
     from ckpt.engine.shared_partition import Partition
 
 
@@ -62,6 +70,7 @@ class MegatronAdapter:
         self._scheduler = rest[0] if rest else None
         self._context = context or Context()
         self._loading: StateLoad | None = None
+        self._found: Survey | None = None
 
     def step(self) -> int:
         """Return the number of optimizer steps taken; skipped ones (fp16 overflow) are not counted by Megatron."""
@@ -130,6 +139,31 @@ class MegatronAdapter:
         partitions = partitions_of(self._optimizer, found.named)
         notes = loading.finish()
         return notes + restore_objects(self._optimizer, self._scheduler, found, partitions, self._context, objects)
+
+    def stepped(self) -> list[Stepped]:
+        """Return this rank's masters, or parameters without them; see :class:`ckpt.engine.base.ReplayableAdapter`."""
+        _, _, partitions = self._survey(loading=False)
+        found: list[Stepped] = []
+        first = 0
+        for wrapper in stepping(self._optimizer):
+            inner, last = wrapper.optimizer, first + len(wrapper.optimizer.param_groups)
+            own = [replace(one, group=one.group - first) for one in partitions if first <= one.group < last]
+            found += stepped_of(inner, own)
+            first = last
+        return found
+
+    def counters(self) -> dict[str, Any]:
+        """Return scheduler, loss scaler, modules' extra state and generators as they are now."""
+        if self._found is None or self._found.extras:  # extra state is looked up with all the names
+            self._found = survey(self._chunks, self._context)
+        return capture_counters(self._optimizer, self._scheduler, self._found, self._context)
+
+    def replayed(self, objects: Sequence[Mapping[str, Any]]) -> list[str]:
+        """Rebuild the parameters from the masters and put back what goes with the step. A collective, as `refresh`."""
+        rebuild_parameters(self._optimizer)
+        found = survey(self._chunks, self._context)
+        partitions = partitions_of(self._optimizer, found.named)
+        return restore_objects(self._optimizer, self._scheduler, found, partitions, self._context, objects)
 
     def _survey(self, *, loading: bool) -> tuple[EngineState, Survey, list[Partition]]:
         refuse_unsupported(self._chunks, self._optimizer)

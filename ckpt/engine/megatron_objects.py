@@ -49,10 +49,17 @@ def capture_objects(
     optimizer: Any, scheduler: Any, survey: Survey, partitions: list[Partition], context: Context
 ) -> dict[str, Any]:
     """Return what :func:`restore_objects` puts back."""
-    found: dict[str, Any] = {
-        "engine": {"global_steps": steps_taken(optimizer)},
+    return {
+        **capture_counters(optimizer, scheduler, survey, context),
         "setup": {"wrappers": sorted({type(wrapper).__name__ for wrapper in wrappers_of(optimizer)})},
         "optimizer": _capture_groups(optimizer, partitions),
+    }
+
+
+def capture_counters(optimizer: Any, scheduler: Any, survey: Survey, context: Context) -> dict[str, Any]:
+    """Return the part of it that changes from step to step, without the optimizer's groups."""
+    found: dict[str, Any] = {
+        "engine": {"global_steps": steps_taken(optimizer)},
         "scheduler": capture_scheduler(scheduler),
         "loss_scaler": _capture_scaler(optimizer),
     }

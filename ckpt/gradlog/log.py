@@ -21,7 +21,6 @@ from ckpt.errors import ConfigError, ReplayError
 from ckpt.format.codec import codec_of, encode
 from ckpt.format.frames import frame_of
 from ckpt.gradlog.capture import Capture, Step, Taken, options_of, sum_of_squares
-from ckpt.gradlog.lineage import LogHead, begin_log, log_key
 from ckpt.gradlog.record import (
     VERSION,
     Call,
@@ -33,11 +32,13 @@ from ckpt.gradlog.record import (
     Record,
     encode_record,
 )
-from ckpt.gradlog.segments import SegmentWriter, rank_prefix
+from ckpt.gradlog.segments import SegmentWriter
 from ckpt.gradlog.share import flat_of, share
 from ckpt.gradlog.supported import kernel_of, refuse_unsupported
 from ckpt.gradlog.watch import Watch
 from ckpt.layout.spec import BUFFER, PARAM
+from ckpt.repo.lineage import LogHead, begin_log, log_key
+from ckpt.repo.log_files import RANK_HEAD, rank_prefix
 from ckpt.runtime.extras import collect
 from ckpt.runtime.publish import now
 from ckpt.runtime.staging import tensor_bytes
@@ -45,7 +46,7 @@ from ckpt.runtime.staging import tensor_bytes
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from ckpt.engine.base import EngineState, LiveShard, ReplayableAdapter
+    from ckpt.engine.base import EngineState, LiveShard, ReplayableAdapter, Stepped
     from ckpt.format.digest import Buffer
     from ckpt.gradlog.record import Loose
     from ckpt.gradlog.share import Own
@@ -55,7 +56,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("ckpt")
 
-RANK_HEAD = "head.json"
 BLOCK = 4 << 20
 """Bytes that are encoded at once."""
 SAMPLES = 8
@@ -98,7 +98,7 @@ class GradientLog:
         encoded = comm.on_root("log", lambda: msgspec.json.encode(begin_log(store, head)))
         self.head = msgspec.json.decode(encoded, type=LogHead)
         self.key = log_key(self.head.number)
-        self._watch = Watch(own, loose_of(state))
+        self._watch = Watch(own, loose_of(state, stepped))
         self._capture = Capture(own, self._watch.check)
         self._samples = _positions(own)
         comm.run("head", lambda: self._write_head(store, comm, own))
@@ -158,8 +158,6 @@ class GradientLog:
             return f"gradients could not be taken: {self._capture.failed}"
         if self._watch.changed is not None:
             return self._watch.changed
-        if step != self.step + 1:
-            return f"behind step {self.step} comes step {step}: one call is expected behind each step"
         if len(steps) > 1:
             return f"the optimizers have taken {len(steps)} steps between two calls: one call is expected behind each"
         return None
@@ -314,9 +312,13 @@ def software() -> dict[str, str]:
     return found
 
 
-def loose_of(state: EngineState) -> list[LiveShard]:
-    """Return what changes by other means than an optimizer's step, if it changes."""
-    stepped = {one.spec.fqn for one in state.shards if one.spec.role not in (PARAM, BUFFER)} | state.derived
+def loose_of(state: EngineState, members: Sequence[Stepped]) -> list[LiveShard]:
+    """Return what changes by other means than an optimizer's step, if it changes.
+
+    Optimizers make their states at the first step, so it is not those that say which parameters are stepped.
+    """
+    stepped = {fqn for one in members for fqn in one.members} | state.derived
+    stepped |= {one.spec.fqn for one in state.shards if one.spec.role not in (PARAM, BUFFER)}
     return [
         one
         for one in state.shards

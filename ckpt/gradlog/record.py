@@ -12,6 +12,7 @@ import msgspec
 import torch
 
 from ckpt.errors import MalformedData
+from ckpt.format import frames
 from ckpt.format.digest import Buffer
 from ckpt.format.pack import PackItem, lay_out, parse_header
 from ckpt.layout.box import Box
@@ -22,7 +23,7 @@ from ckpt.runtime.staging import tensor_bytes, tensor_over
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-VERSION = 1
+VERSION = frames.VERSION
 DOCUMENT = "record"
 MAX_DOCUMENT = 1 << 28
 """Bytes of the JSON in a record; nothing larger is read."""
@@ -49,7 +50,9 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
     """A tensor that an optimizer steps on one rank, and which of its elements that rank logs, in this order.
 
     ``optimizer``, ``group``: numbers. ``dtype``: of the stepped tensor. ``members``: FQNs of all that is in it on any
-    rank. ``layout``: digest of what it holds here; equal for equal boxes in equal places.
+    rank. ``layout``: digest of what it holds here; equal for equal boxes in equal places. ``size``: elements of the
+    tensor here, padding included (0: not known); ``held``: without padding; ``at``: where in it each part begins (-1: it
+    does not lie there row by row).
     """
 
     optimizer: int
@@ -58,6 +61,9 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
     members: tuple[str, ...]
     layout: str
     parts: tuple[Part, ...]
+    size: int = 0
+    held: int = 0
+    at: tuple[int, ...] = ()
 
     @property
     def numel(self) -> int:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from ckpt.errors import ReplayError
-from ckpt.gradlog.lineage import Way, read_head, ways_to
-from ckpt.gradlog.reading import Scan, scan
+from ckpt.repo.lineage import Way, read_head, ways_to
+from ckpt.repo.log_files import Scan, scan
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

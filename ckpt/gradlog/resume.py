@@ -39,7 +39,8 @@ def replay_on(comm: Comm, store: Store, adapter: object, way: Recovery, state: E
     """
     if not isinstance(adapter, ReplayableAdapter):
         raise ReplayError(f"steps cannot be replayed with an adapter of {type(adapter).__name__}; replay=False")
-    stepped, loose = adapter.stepped(), loose_of(state)
+    stepped = adapter.stepped()
+    loose = loose_of(state, stepped)
     whole = Outcome()
     for one in way.stretches:
         replay = Replay(store, one.number, comm.rank, comm.world, stepped, loose, one.world)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ckpt.gradlog.lineage import heads_of, log_key, ways
-from ckpt.gradlog.reading import files_of
 from ckpt.repo.gc import collect
+from ckpt.repo.lineage import heads_of, log_key, ways
+from ckpt.repo.log_files import files_of
 from ckpt.repo.repository import Repository, commit_key
 
 if TYPE_CHECKING:

@@ -13,6 +13,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
 from ckpt.errors import CkptError
+from ckpt.repo.log_files import segment_key
 from ckpt.store.base import Appends
 
 if TYPE_CHECKING:
@@ -25,18 +26,6 @@ log = logging.getLogger("ckpt")
 
 SEGMENT_BYTES = 256 << 20
 """Bytes after which a new file is begun."""
-DIGITS = 12
-SUFFIX = ".log"
-
-
-def rank_prefix(log_key: str, rank: int) -> str:
-    """Return the folder of one rank's part of a log."""
-    return f"{log_key}/rank{rank:05d}"
-
-
-def segment_key(log_key: str, rank: int, step: int) -> str:
-    """Return the key of the file whose first record is of ``step``."""
-    return f"{rank_prefix(log_key, rank)}/{step:0{DIGITS}d}{SUFFIX}"
 
 
 class _Waiting(NamedTuple):

@@ -136,6 +136,9 @@ def _own(
         members=stepped.members,
         layout=layout_digest(stepped),
         parts=tuple(part for _, part, _ in found),
+        size=local_of(stepped.key).numel(),
+        held=sum(box.volume for _, _, box, _ in places),
+        at=tuple(run.offset if run.strides == (1,) else -1 for _, _, run in found),
     )
     return Own(stepped, entry, _merged([run for _, _, run in found]), held_runs(stepped))
 

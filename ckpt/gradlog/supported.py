@@ -35,6 +35,7 @@ _WHY = {
     "LBFGS": "it evaluates the model several times a step",
     "SparseAdam": "its gradients are sparse",
 }
+_KERNEL_SETTINGS = ("adam_w_mode", "fp32_optimizer_states")
 _KERNEL_OPTIONS = ("foreach", "fused", "capturable", "amsgrad", "maximize", "decoupled_weight_decay")
 
 
@@ -64,4 +65,6 @@ def kernel_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     options = {
         name: group[name] for name in _KERNEL_OPTIONS if isinstance(group.get(name), bool | None) and name in group
     }
+    # Of DeepSpeed's optimizers: not in their groups.
+    options |= {name: bool(getattr(optimizer, name)) for name in _KERNEL_SETTINGS if hasattr(optimizer, name)}
     return {"class": f"{kind.__module__}.{kind.__qualname__}", "options": options}

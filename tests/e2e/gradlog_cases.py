@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import os
 import signal
-from typing import Any
+from functools import partialmethod
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
 
 import ckpt
+from ckpt.store.local_appender import LocalAppender
 from tests.e2e.adapter_cases import held, same
 from tests.e2e.async_cases import Job
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 AFTER = 10
 
@@ -42,6 +49,65 @@ def train_and_die(
         keeper.step()
     keeper.flush()
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def train_and_die_writing(
+    rank: int,
+    world: int,
+    *,
+    root: str,
+    kind: str,
+    steps: int,
+    full_every: int,
+    victim: int,
+    share: float,
+    **options: Any,
+) -> None:
+    """Train with a log; one rank is killed with a part of its last record written, the others at that step."""
+    job = _job(kind, 0, None, options)
+    keeper = ckpt.Checkpointer(job.engine, root, full_every=full_every, extra={"mark": rank})
+    store = dist.distributed_c10d._get_default_store()
+    for step in range(steps):
+        if step == steps - 1 and rank == victim:
+            keeper.flush()  # the record to be torn is that of the step to come
+            LocalAppender.append = partialmethod(_torn, LocalAppender.append, share)  # type: ignore[assignment]
+        job.train(1, step)
+        if step == steps - 1 and rank == victim:  # whose death must not reach others in their last collective
+            store.wait([f"done/{other}" for other in range(world) if other != rank])
+        keeper.step()
+    store.set(f"done/{rank}", "1")
+    if rank == victim:
+        keeper.flush()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _torn(self: LocalAppender, append: Callable[[LocalAppender, Any], None], share: float, data: Any) -> None:
+    """Append the first part of the data, and die."""
+    whole = b"".join(map(bytes, data))
+    append(self, [whole[: int(len(whole) * share)]])
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def come_back_somewhere(rank: int, world: int, *, root: str, kind: str, **options: Any) -> dict[str, Any]:
+    """Load whatever there is, and compare with a job that was never interrupted, there and some steps later."""
+    job = _job(kind, 7, None, options)
+    report = ckpt.load(job.engine, root, extra={"mark": 0})
+    state, objects = held(job.adapter), repr(job.adapter.describe().objects)
+    losses = job.train(AFTER, report.step)
+    # Not side by side: on a CPU all FusedAdam optimizers of a process share one count of steps.
+    other = Job(kind, seed=0, **options)
+    other.train(report.step)
+    found = {
+        "step": report.step,
+        "replayed": report.replayed,
+        "exact": report.exact,
+        "notes": list(report.notes),
+        "state": same(held(other.adapter), state),
+        "objects": repr(other.adapter.describe().objects) == objects,
+    }
+    found["losses"] = other.train(AFTER, report.step) == losses
+    found["end"] = same(held(other.adapter), held(job.adapter))
+    return found
 
 
 def come_back(

@@ -36,6 +36,8 @@ ENGINES: dict[str, tuple[int, dict[str, Any]]] = {
     "zero-3 fp32": (2, {"kind": "deepspeed", "stage": 3, "dtype": "fp32"}),
     "zero-3 fp16": (2, {"kind": "deepspeed", "stage": 3, "dtype": "fp16"}),
     "zero-3 offload": (2, {"kind": "deepspeed", "stage": 3, "dtype": "bf16", "offload": True, "offload_param": True}),
+    "megatron": (2, {"kind": "megatron", "start": {"tp": 2}, "dtype": "bfloat16"}),
+    "megatron distributed": (2, {"kind": "megatron", "dtype": "bfloat16", "distributed": True}),
 }  # fmt: skip
 
 
