@@ -27,12 +27,16 @@ from ckpt.layout.spec import Shard, TensorSpec
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from ckpt.store.base import Buffer
+
 STEP = 1000
 ROLES = ("fp32", "exp_avg", "exp_avg_sq")
 SUB_GROUP = 10**9
 """DeepSpeed's default ``sub_group_size``, in elements of a rank."""
 BLOCK = 1 << 20
 """elements made at a time"""
+HOLE = 1 << 16
+"""Bytes from which on it is a tensor's numbers that are written, and nothing else."""
 
 Shapes = OrderedDict[str, tuple[int, ...]]
 
@@ -69,8 +73,10 @@ def layer(width: int) -> int:
     return 4 * width**2 + 3 * (width * 11 // 4) * width + 2 * width
 
 
-def write(folder: Path, params: float, world: int) -> int:
-    """Write the checkpoint; return how many parameters its model has."""
+def write(folder: Path, params: float, world: int, *, holes: bool = False) -> int:
+    """Write the checkpoint; return how many parameters its model has. ``holes``: leave the tensors' bytes out, for who
+    reads none of them.
+    """
     shapes = model(params)
     groups = [OrderedDict((n, s) for n, s in shapes.items() if (len(s) > 1) is wide) for wide in (True, False)]
     sizes = [sum(-(-prod(shape) // world) for shape in group.values()) for group in groups]
@@ -82,7 +88,8 @@ def write(folder: Path, params: float, world: int) -> int:
     tag.mkdir(parents=True)
     for rank in range(world):
         save(tag / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt", model_states(shapes, groups, world), rank)
-        save(tag / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt", optim_states(sizes, world), rank)
+        tree = optim_states(sizes, world)
+        save(tag / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt", tree, rank, holes=holes)
     (folder / "latest").write_text(tag.name)
     return sum(map(prod, shapes.values()))
 
@@ -168,10 +175,18 @@ def numbers(wants: Sequence[Shard], rank: int) -> Iterator[memoryview]:
             yield memoryview(piece).cast("B")
 
 
-def save(path: Path, tree: dict[str, Any], rank: int) -> None:
+def save(path: Path, tree: dict[str, Any], rank: int, *, holes: bool = False) -> None:
     """Write a file as ``torch.save`` would."""
     with open(path, "wb") as out:
-        TorchFile(tree).write(out.write, lambda wants: numbers(wants, rank))
+
+        def write(data: Buffer) -> None:
+            nbytes = memoryview(data).nbytes
+            if holes and nbytes >= HOLE:
+                out.seek(nbytes, 1)
+            else:
+                out.write(data)
+
+        TorchFile(tree).write(write, lambda wants: numbers(wants, rank))
 
 
 def main() -> None:
@@ -179,8 +194,9 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--params", type=float, default=1e9)
     parser.add_argument("--world", type=int, default=8)
+    parser.add_argument("--holes", action="store_true", help="leave the numbers out: a sparse file")
     options = parser.parse_args()
-    print(write(options.folder, options.params, options.world))
+    print(write(options.folder, options.params, options.world, holes=options.holes))
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -13,12 +13,13 @@ from ckpt.cli.copy import number_of_bytes
 from ckpt.cli.program import exits, print_json
 from ckpt.cli.progress import bar
 from ckpt.cli.render import console, new_table, shown
-from ckpt.cli.source import FORMATS, read_options, source_options, step_words
+from ckpt.cli.source import FORMATS, checked_words, read_options, source_options, step_words
 from ckpt.words import count
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
+    from ckpt.convert.checking import Checked
     from ckpt.convert.compare import Row
     from ckpt.convert.opened import Opened
 
@@ -33,6 +34,7 @@ WORDS = {"equal": "equal", "different": "different", "only_a": "only in A", "onl
 @click.option("--step", type=click.IntRange(min=0), help="Of A, and of B unless --step-b says another.")
 @click.option("--step-b", type=click.IntRange(min=0), help="Of B.")
 @click.option("--from-b", "kind_b", type=click.Choice(FORMATS), help="Format of B; default: by looking.")
+@click.option("--optimizer-step-b", type=click.IntRange(min=0), help="As --optimizer-step, of B.")
 @click.option("--roles", type=click.Choice(["all", "weights"]), default="all", show_default=True, help="What counts.")
 @click.option("--memory", callback=number_of_bytes, metavar="SIZE", default="1GiB", show_default=True, help="At most.")
 @source_options
@@ -44,6 +46,7 @@ def diff(
     step: int | None,
     step_b: int | None,
     kind_b: str | None,
+    optimizer_step_b: int | None,
     roles: str,
     memory: float,
     **source: Any,
@@ -52,22 +55,32 @@ def diff(
 
     A and B may be of any format that is read, each saved in any layout. Exit code 0: equal; 11: not.
     """
+    from ckpt.convert.checking import check_source
     from ckpt.convert.compare import EQUAL, compare
     from ckpt.convert.find import open_source
     from ckpt.convert.options import WEIGHTS
     from ckpt.layout.spec import BUFFER, PARAM
 
     options, kind = read_options(source)
+    options = replace(options, roles=roles, seen=set() if source["check_source"] else None)
+    options_b = replace(options, optimizer_step=optimizer_step_b, seen=set() if source["check_source"] else None)
     left = open_source(a, step=step, options=options, format=kind)
-    right = open_source(b, step=step if step_b is None else step_b, options=options, format=kind_b)
+    right = open_source(b, step=step if step_b is None else step_b, options=options_b, format=kind_b)
     wanted = (PARAM, BUFFER) if roles == WEIGHTS else None
-    with bar("comparing", visible=sys.stdout.isatty() and not as_json) as progress:
+    visible = sys.stdout.isatty() and not as_json
+    checked: list[Checked | None] = []
+    for side, seen in ((left, options.seen), (right, options_b.seen)):
+        with bar("checking", visible=visible and seen is not None) as progress:
+            checked.append(None if seen is None else check_source(side, seen, progress))
+    with bar("comparing", visible=visible) as progress:
         rows = compare(left, right, roles=wanted, memory=int(memory), progress=progress)
     same = all(row.status == EQUAL for row in rows)
     if as_json:
-        print_json({"equal": same, "a": _side(left), "b": _side(right), "tensors": [*map(_plain, rows)]})
+        sides = {"a": _side(left, checked[0]), "b": _side(right, checked[1])}
+        apart = {name: words.split(" and ") for name, words in _not_compared(left, right).items()}
+        print_json({"equal": same, **sides, "tensors": [*map(_plain, rows)], "not_compared": apart})
     else:
-        _print(left, right, rows)
+        _print({"A": (left, checked[0]), "B": (right, checked[1])}, rows)
     return 0 if same else DIFFERENT
 
 
@@ -75,18 +88,32 @@ def _plain(row: Row) -> dict[str, Any]:
     return {name: value for name, value in asdict(row).items() if name != "overflowed"}  # of conversions only
 
 
-def _side(opened: Opened) -> dict[str, Any]:
-    return {"where": opened.where, "format": opened.format, "step": opened.step, "notes": list(opened.notes)}
+def _side(opened: Opened, checked: Checked | None) -> dict[str, Any]:
+    found = {"where": opened.where, "format": opened.format, "step": opened.step}
+    found |= {"notes": list(opened.notes), "lost": list(opened.lost)}
+    return found if checked is None else {**found, "checked": asdict(checked)}
 
 
-def _print(a: Opened, b: Opened, rows: Sequence[Row]) -> None:
+def _not_compared(a: Opened, b: Opened) -> dict[str, str]:
+    """Return name -> ``A``, ``B`` or ``A and B``, of the objects of the user's that are there."""
+    from ckpt.runtime.extras import EXTRA, VALUE
+
+    held = [{one.name for one in side.objects if one.kind in (EXTRA, VALUE)} for side in (a, b)]
+    words = {(True, True): "A and B", (True, False): "A", (False, True): "B"}
+    return {name: words[name in held[0], name in held[1]] for name in sorted(held[0] | held[1])}
+
+
+def _print(sides: Mapping[str, tuple[Opened, Checked | None]], rows: Sequence[Row]) -> None:
     out = console()
-    for name, side in (("A", a), ("B", b)):
+    for name, (side, checked) in sides.items():
         out.print(shown(f"{name}: {side.where}, {step_words(side)}"))
-        for note in side.notes:
+        for note in (*(checked_words(checked) if checked is not None else ()), *side.notes, *side.lost):
             out.print(shown(f"   {note}"))
     print_rows(rows)
     tally = Counter(row.status for row in rows)
+    objects = [f"{name} ({words})" for name, words in _not_compared(*(side for side, _ in sides.values())).items()]
+    if objects:
+        out.print(shown(f"not compared, objects beside the tensors: {', '.join(objects)}"))
     told = ", ".join(f"{tally[status]:,} {words}" for status, words in WORDS.items() if tally[status])
     out.print(shown(f"{count(len(rows), 'tensor')}: {told or 'nothing to compare'}"))
 

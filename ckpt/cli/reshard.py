@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -15,7 +16,7 @@ from ckpt.cli.diff import print_rows
 from ckpt.cli.program import Safe, exits, own_process, print_json
 from ckpt.cli.progress import bar
 from ckpt.cli.render import console, shown
-from ckpt.cli.source import read_options, source_options, step_words
+from ckpt.cli.source import checked_words, read_options, source_options, step_words
 from ckpt.errors import ConfigError, DigestMismatch
 from ckpt.words import count, size
 
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from ckpt.convert.job import Result
+    from ckpt.convert.opened import Opened
+    from ckpt.convert.target import Target
 
 WRITTEN = ("ckpt", "deepspeed", "universal", "dcp", "safetensors")
 """Names of the formats that are written; a test compares with :mod:`ckpt.convert.find`."""
@@ -34,11 +37,11 @@ def layout_options(body: Callable[..., Any]) -> Callable[..., Any]:
     """Give a command the options of a parallel layout."""
     words = {
         "dp": "Data-parallel ranks.",
-        "tp": "Tensor-parallel ranks (needs --rules, or a config.json beside the weights).",
+        "tp": "Tensor-parallel ranks (needs --rules, or a model's config.json in SRC or above it).",
         "pp": "Pipeline stages.",
         "ep": "Expert-parallel ranks, inside of dp.",
     }
-    options = [click.option(f"--{name}", type=click.IntRange(1, 2**20), help=words[name]) for name in DEGREES]
+    options = [click.option(f"--{name}", type=click.IntRange(1, 2**16), help=words[name]) for name in DEGREES]
     options += [
         click.option("--zero", type=click.IntRange(0, 3), help="ZeRO stage."),
         click.option("--stages", metavar="10,12,…", help="Layers of each stage; default: as in SRC, else equal."),
@@ -107,7 +110,7 @@ def reshard(source: str, destination: str, as_json: bool, to: str, **given: Any)
 @exits
 def import_(source: str, destination: str, as_json: bool, **given: Any) -> int:
     """Write the checkpoint in SRC, of any format that is read, into the repository DST (ckpt-reshard SRC DST)."""
-    return convert(source, destination, "ckpt", as_json, given)
+    return convert(source, destination, "ckpt", as_json, given, otherwise_whole=True)
 
 
 @click.command("export")
@@ -127,7 +130,9 @@ def main() -> None:
     reshard(prog_name="ckpt-reshard")
 
 
-def convert(source: str, destination: str, to: str, as_json: bool, given: dict[str, Any]) -> int:
+def convert(
+    source: str, destination: str, to: str, as_json: bool, given: dict[str, Any], *, otherwise_whole: bool = False
+) -> int:
     """Run one conversion and print what it did; return the exit code."""
     if own_process():
         # Nearly all that importing torch, opening and planning make stays until the end, and to look for garbage in it,
@@ -157,11 +162,14 @@ def convert(source: str, destination: str, to: str, as_json: bool, given: dict[s
         reading=reading,
         writing=writing,
         verify=given["verify"],
+        check_source=given["check_source"],
+        otherwise_whole=otherwise_whole,
     )
     seen = sys.stdout.isatty() and not as_json
     if seen:
         console().print("planning …")
-    result = job.convert(asked, lambda title: _bar(title, visible=seen and not writing.dry_run))
+    begun = partial(_print_begun, to) if not as_json else None
+    result = job.convert(asked, lambda title: _bar(title, visible=seen), begun)
     if as_json:
         print_json(document(result, dry_run=writing.dry_run))
     else:
@@ -211,10 +219,12 @@ def document(result: Result, *, dry_run: bool) -> dict[str, Any]:
         "memory": written.memory,
         "seconds": round(result.seconds, 3),
         "files": len(written.files),
-        "notes": [*opened.notes, *target.notes],
+        "notes": _notes(opened, target),
         "lost": list(written.lost),
         "made": list(written.made),
     }
+    if result.checked is not None:
+        found["checked"] = msgspec.to_builtins(result.checked)
     if result.compared is not None:
         found["verified"] = {"equal": not result.unequal, "tensors": len(result.compared)}
         found["verified"]["overflowed"] = sum(row.overflowed for row in result.compared)
@@ -222,14 +232,29 @@ def document(result: Result, *, dry_run: bool) -> dict[str, Any]:
     return found
 
 
+def _notes(opened: Opened, target: Target) -> list[str]:
+    weights = all(spec.role in ("param", "buffer") for spec in target.specs)
+    return [*opened.notes, *(() if weights else opened.usual), *target.notes]
+
+
+def _print_begun(to: str, opened: Opened, target: Target, where: str) -> None:
+    """Print what is known before bytes move; whoever reads a log sees it while the conversion runs."""
+    from ckpt.convert.find import FORMATS
+
+    out, parallel, format = console(), target.parallel, FORMATS[to]
+    out.print(shown(f"from {opened.where}: {step_words(opened)}"))
+    shape = [] if format.weights else [f"{name} {getattr(parallel, name)}" for name in DEGREES]
+    shape += [] if format.whole else [f"ZeRO-{parallel.zero}"]
+    out.print(shown(f"to {where}: {', '.join([to, f'step {opened.step}', *(shape[:1] if format.whole else shape)])}"))
+    for note in _notes(opened, target):
+        out.print(shown(note))
+    sys.stdout.flush()
+
+
 def _print(result: Result, *, dry_run: bool) -> None:
     out, written = console(), result.written
-    out.print(shown(f"from {result.opened.where}: {step_words(result.opened)}"))
-    parallel = result.target.parallel
-    degrees = ", ".join(f"{name} {getattr(parallel, name)}" for name in DEGREES)
-    out.print(shown(f"to {written.where}: {written.format}, step {written.step}, {degrees}, ZeRO-{parallel.zero}"))
     for title, lines in (
-        ("", (*result.opened.notes, *result.target.notes)),
+        ("", checked_words(result.checked) if result.checked is not None else ()),
         ("lost: ", written.lost),
         ("made up: ", written.made),
     ):

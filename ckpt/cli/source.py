@@ -6,11 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ckpt.words import count
+from ckpt.words import count, size
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from ckpt.convert.checking import Checked
     from ckpt.convert.opened import Opened
     from ckpt.convert.options import ReadOptions
 
@@ -23,6 +24,16 @@ def source_options(body: Callable[..., Any]) -> Callable[..., Any]:
     options = (
         click.option("--from", "kind", type=click.Choice(FORMATS), help="Format of SRC (A); default: by looking."),
         click.option("--rules", metavar="FILE", help="How tensor parallelism cuts which tensor (docs/rules.md)."),
+        click.option(
+            "--check-source",
+            is_flag=True,
+            help="First compare all of SRC (A and B) with the checksums that files of torch.save have.",
+        ),
+        click.option(
+            "--optimizer-step",
+            type=click.IntRange(min=0),
+            help="Steps that the optimizer has taken, if DeepSpeed's files rightly differ from their engine's count.",
+        ),
         click.option(
             "--trust-pickle",
             is_flag=True,
@@ -44,7 +55,14 @@ def read_options(given: dict[str, Any]) -> tuple[ReadOptions, str | None]:
     from ckpt.engine.parallel import read_rules
 
     rules = read_rules(given["rules"]) if given["rules"] is not None else None
-    return ReadOptions(trust_pickle=given["trust_pickle"], rules=rules), given["kind"]
+    said = ReadOptions(trust_pickle=given["trust_pickle"], rules=rules, optimizer_step=given["optimizer_step"])
+    return said, given["kind"]
+
+
+def checked_words(checked: Checked) -> list[str]:
+    """Return what a comparison with checksums has found."""
+    right = f"{count(checked.records, 'record')} of {count(checked.files, 'file')} ({size(checked.nbytes)})"
+    return [*([f"checked: {right} have their checksums"] if checked.files else []), *checked.unsaid]
 
 
 def step_words(opened: Opened) -> str:

@@ -17,12 +17,12 @@ import numpy as np
 import torch
 
 from ckpt.convert.options import MEMORY
+from ckpt.convert.overflow import LOW, CountingChunks, Overflow
 from ckpt.errors import BudgetTooSmall, CkptError, MissingState
 from ckpt.layout.box import Box
 from ckpt.layout.spec import MASTER, PARAM, Shard, TensorSpec
 from ckpt.plan.load_plan import LoadPlan, build_load_plan, is_count
 from ckpt.plan.read_plan import SPAN_BYTES, Places, Unit, plan_alone, runs_of_numbers
-from ckpt.runtime.placing import Chunks
 from ckpt.runtime.reading import GAP_BYTES, check_packs
 from ckpt.runtime.sharing import block_bytes, place_in_page
 from ckpt.runtime.staging import as_tensor
@@ -44,8 +44,6 @@ MOST_WINDOW = 64 << 20
 """Bytes of a window at most. Longer ones read no faster, and the processor's cache is far smaller anyway."""
 READERS, FAR_READERS = 2, 8
 """Ranges that are read and checked at once: from a disk, and from a store that takes its time to answer."""
-LOW = ("float64", "float32", "float16", "bfloat16")
-"""dtypes between which a cast loses precision and nothing else."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +108,7 @@ class Assembler:
         self.bytes_read = 0
         """from the source, gaps that were read over included"""
         self.catalog = opened.catalog()
+        self.overflow = Overflow(self.catalog)
         self._places: dict[bool, Places] = {}
         self.window = min(MOST_WINDOW, memory // 4) // PAGE * PAGE
         self._span = min(SPAN_BYTES, self.window // 4)
@@ -262,7 +261,7 @@ class Assembler:
         targets = [
             _Target(p.shard.spec, p.shard.box, _tensor(whole[p.start : p.start + p.nbytes], p.shard)) for p in window
         ]
-        cargo = Chunks(self.opened.store, planned.places, planned.plan.first, targets)
+        cargo = CountingChunks(self.opened.store, planned.places, planned.plan.first, targets, self.overflow)
         coming: list[tuple[Unit, memoryview, Callable[[], None], Future[None]]] = []
         try:
             for unit in planned.units:
@@ -275,6 +274,7 @@ class Assembler:
                 coming.append((unit, data, give_back, readers.submit(cargo.read, unit, data)))
             while coming:
                 self._place(cargo, *coming.pop(0))
+            cargo.end()
         finally:
             for _, _, give_back, reading in coming:
                 with suppress(BaseException):  # the first error is on its way already
@@ -282,7 +282,7 @@ class Assembler:
                 give_back()
 
     def _place(
-        self, cargo: Chunks, unit: Unit, data: memoryview, give_back: Callable[[], None], reading: Future[None]
+        self, cargo: CountingChunks, unit: Unit, data: memoryview, give_back: Callable[[], None], reading: Future[None]
     ) -> None:
         try:
             reading.result()

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ckpt.convert.assemble import LEAST_MEMORY, LOW, Assembler, Piece
+from ckpt.convert.assemble import LEAST_MEMORY, Assembler, Piece
 from ckpt.convert.options import MEMORY
+from ckpt.convert.overflow import narrowed
 from ckpt.errors import LayoutError
-from ckpt.format.digest import Running
 from ckpt.layout.box import Box
 from ckpt.layout.spec import BUFFER, MASTER, PARAM, Shard, TensorSpec
 from ckpt.plan.load_plan import is_count
@@ -30,10 +30,6 @@ if TYPE_CHECKING:
 EQUAL, DIFFERENT, ONLY_A, ONLY_B = "equal", "different", "only_a", "only_b"
 PIECE_BYTES = 4 << 20
 """Bytes of one tensor that are compared at once, on each side."""
-LARGEST = {name: torch.finfo(getattr(torch, name)).max for name in LOW}
-"""The largest finite number of each dtype that weights are cast to and from."""
-WIDER = 2.0
-"""How much larger it must be for a cast to lose numbers: bfloat16 ends less than a rounding before float32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,22 +105,12 @@ def compare_written(
         if other is None:
             rows.append(Row(spec.fqn, spec.role, ONLY_A))
         else:
-            _add(_Pair(spec, other, note, _narrowed(own, spec)), rows, pairs)
+            # With a note the target keeps it in its master's precision, and nothing is too large for that.
+            _add(_Pair(spec, other, note, None if note else narrowed(own, spec)), rows, pairs)
     share = max(LEAST_MEMORY, memory // 2)
     found = _compared(source, written, rows, pairs, share, progress)
     wide = {(pair.a.fqn, pair.a.role): pair.narrowed for pair in pairs}
     return [_only_overflowed(source, row, wide.get((row.fqn, row.role)), share) for row in found]
-
-
-def _narrowed(own: Catalog, spec: TensorSpec) -> TensorSpec | None:
-    """Return what the source has of a tensor, if some of its numbers may be too large for the target."""
-    if spec.dtype not in LOW:
-        return None
-    roles = (spec.role, MASTER) if spec.role == PARAM else (spec.role,)
-    held = [one for role in roles if (one := own.find(spec.fqn, role)) is not None]
-    if not held or any(one.dtype == spec.dtype for one in held) or held[0].dtype not in LOW:
-        return None
-    return held[0] if LARGEST[held[0].dtype] / WIDER > LARGEST[spec.dtype] else None
 
 
 def _only_overflowed(source: Opened, row: Row, wide: TensorSpec | None, share: int) -> Row:
@@ -160,25 +146,6 @@ def _compared(
         if progress is not None:
             progress(done, total)
     return sorted(rows, key=lambda row: (row.fqn, row.role))
-
-
-def logical_digest(opened: Opened, *, memory: int = MEMORY) -> dict[tuple[str, str], str]:
-    """Return the digest of each tensor's dtype, shape and row-major bytes, by (fqn, role).
-
-    It does not depend on layout, chunks or format. Parameters that are not stored because their masters round to them
-    are digested as what they are.
-    """
-    found: dict[tuple[str, str], str] = {}
-    specs = sorted(opened.specs)
-    wants = [(n, Shard(spec, box)) for n, spec in enumerate(specs) for box in _row_aligned(spec)]
-    running = [Running() for _ in specs]
-    for spec, state in zip(specs, running, strict=True):
-        state.add(f"{spec.dtype}{list(spec.shape)}".encode())
-    for piece in Assembler(opened, memory=memory).pieces(shard for _, shard in wants):
-        running[wants[piece.number][0]].add(piece.data)
-    for spec, state in zip(specs, running, strict=True):
-        found[spec.key] = str(state)
-    return found
 
 
 def _paired(a: Catalog, b: Catalog, roles: frozenset[str] | None) -> tuple[list[Row], list[_Pair]]:
@@ -224,8 +191,9 @@ def _counterpart(own: Catalog, other: Catalog, spec: TensorSpec) -> tuple[Tensor
     found = other.find(spec.fqn, spec.role)
     if spec.role not in (PARAM, MASTER, BUFFER) or (found is not None and found.dtype == spec.dtype):
         return found, ""
-    if found is None and spec.role != MASTER:  # a plain state dict does not say what is a buffer
-        found = other.find(spec.fqn, BUFFER if spec.role == PARAM else PARAM)
+    swapped = BUFFER if spec.role == PARAM else PARAM
+    if found is None and spec.role != MASTER and own.find(spec.fqn, swapped) is None:
+        found = other.find(spec.fqn, swapped)  # a plain state dict does not say what is a buffer
     if spec.role == BUFFER or (found is not None and found.role == BUFFER):
         return found, ""
     twin = other.find(spec.fqn, PARAM if spec.role == MASTER else MASTER)

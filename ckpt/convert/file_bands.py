@@ -25,15 +25,26 @@ if TYPE_CHECKING:
 
 MOST = 8
 """Files of a band at most: so many are lost if the run is killed, and so many are open."""
+WIDE, WIDE_BYTES = 64, 1 << 30
+"""The same of small files, so many bytes together, where an open file takes no memory: ranks of a large job have so
+little of each tensor that many bands would read the same chunks of the source.
+"""
 LONG = 2 * CHUNK_BYTES
 """Bytes of a want from which on few of the bytes of its chunks are of no use to it."""
 
 
-def width_of(wants: Sequence[Shard]) -> int:
-    """Return how many files like one with these wants are worth writing side by side."""
+def width_of(wants: Sequence[Shard], nbytes: int = WIDE_BYTES, *, wide: int = 0) -> int:
+    """Return how many files like one with these wants are worth writing side by side.
+
+    Args:
+        wants: of the file.
+        nbytes: of the file.
+        wide: files that may be open where they take no memory meanwhile.
+    """
+    most = max(MOST, min(wide, WIDE_BYTES // max(1, nbytes)))
     sizes = [want.box.volume * want.spec.itemsize for want in wants]
     typical = sum(n * n for n in sizes) // max(1, sum(sizes))  # of the want that a byte is in
-    return 1 if typical >= LONG else min(MOST, -(-2 * LONG // max(1, typical)))
+    return 1 if typical >= LONG else min(most, -(-2 * LONG // max(1, typical)))
 
 
 def merged(wants: Sequence[Sequence[Shard]]) -> Iterator[tuple[int, Shard]]:
@@ -50,7 +61,9 @@ def merged(wants: Sequence[Sequence[Shard]]) -> Iterator[tuple[int, Shard]]:
 class Lane:
     """One file and the thread that writes it."""
 
-    def __init__(self, store: Store, key: str, nbytes: int, blocks: Blocks, write: Write, moved: Callable[[int], None]):
+    def __init__(
+        self, store: Store, key: str, nbytes: int, blocks: Blocks | None, write: Write, moved: Callable[[int], None]
+    ):
         self._store, self._key, self._nbytes, self._blocks = store, key, nbytes, blocks
         self._write, self._moved = write, moved
         self._changed = threading.Condition()

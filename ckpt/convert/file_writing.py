@@ -1,26 +1,27 @@
 """Writing a checkpoint as files of another format: claim the place, write each file whole, the one that counts last.
 
-A mark at the place (:data:`MARK`) names the conversion, so that a run after one that was killed keeps what is finished,
-and another conversion does not begin there. Whoever loads the checkpoint finds it by its last file, and never reads the
-mark.
+A mark at the place (:mod:`ckpt.convert.mark`) names the conversion, so that a run after one that was killed keeps what
+is finished, and another conversion does not begin there. Whoever loads the checkpoint finds it by its last file, and
+never reads the mark.
 """
 
 from __future__ import annotations
 
-import json
 import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from ckpt.convert.assemble import Assembler
-from ckpt.convert.file_bands import Lane, merged, width_of, write_band
+from ckpt.convert.file_bands import MOST, WIDE, Lane, merged, width_of, write_band
+from ckpt.convert.mark import MARK, Mark, mark_at
 from ckpt.convert.meter import Meter
 from ckpt.convert.options import Written
-from ckpt.convert.ours.committing import TEMP, named_after
+from ckpt.convert.ours.committing import TEMP, name_from, source_digest
 from ckpt.convert.ours.plan import shares
-from ckpt.errors import ConfigError, MalformedData
-from ckpt.store.base import HasOrphans
+from ckpt.convert.overflow import rows_of
+from ckpt.errors import ConfigError
+from ckpt.store.base import HasOrphans, check_key
 from ckpt.store.blocks import Blocks
 from ckpt.words import listed
 
@@ -30,13 +31,11 @@ if TYPE_CHECKING:
     from ckpt.convert.opened import Opened
     from ckpt.convert.options import WriteOptions
     from ckpt.convert.torchfile.write import Feed
-    from ckpt.layout.spec import Shard
+    from ckpt.layout.spec import Shard, TensorSpec
     from ckpt.store.base import Buffer, Store
 
     Make = Callable[[], "WritableFile"]
 
-MARK = "ckpt-reshard.json"
-_MAX_MARK = 1 << 16
 _TEMPORARY = re.compile(rf"{re.escape(TEMP)}[0-9a-f]{{16}}-(.+)")
 """How stores call a file that is being written: the name that it will have, behind a number."""
 _SHOWN = 4
@@ -69,6 +68,7 @@ def write_files(
     last: Mapping[str, bytes],
     *,
     side_by_side: bool = False,
+    parameters: Sequence[TensorSpec] = (),
 ) -> Written:
     """Write files, and then ``last``. Nothing is written if the place is not free, or the options ask for a dry run.
 
@@ -79,26 +79,31 @@ def write_files(
         files: key, and what makes the file; it is made more than once, and not kept.
         last: small files by key, which are there only when all others are; replaced if they exist.
         side_by_side: neighbouring files want parts of the same tensors (:mod:`ckpt.convert.file_bands`).
+        parameters: those that whoever loads the files rounds from their masters if no file has them.
 
     Raises:
         ConfigError: there is something else at the place.
         StoreError: the source cannot be read or the target not be written. What is finished stays.
         IntegrityError, FormatError: the source is damaged.
     """
-    sizes, widths, name = _survey(opened, files, last)
+    sizes, widths, wanted, mark = _survey(
+        opened, files, last, wide=WIDE // max(1, options.workers) if hasattr(store, "root") else 0
+    )
     total = sum(sizes.values()) + sum(map(len, last.values()))
-    known = _look(store, name, resume=options.resume)
+    known = _look(store, mark, resume=options.resume)
     memory, room = shares(options)
     present = {key for key, nbytes in sizes.items() if known and store.size(key) == nbytes}
     bands = _bands([one for one in files if one[0] not in present], widths if side_by_side else {})
     workers = max(1, min(options.workers, len(bands)))
     assemblers = [Assembler(opened, memory=memory, cast=True) for _ in range(workers)]
+    for one in assemblers:
+        one.overflow.rounded.update({spec.fqn: spec for spec in parameters if spec.key not in wanted})
     if options.dry_run:
         wants = ([make().wants for _, make in band] for band in bands)
         read = sum(assemblers[0].estimate(want for _, want in merged(one)) for one in wants)
     else:
         ours = [MARK, *last, *(key for key, _ in files)] if known else [MARK]
-        _claim(store, name, files, present, ours)
+        _claim(store, mark, files, present, ours)
         meter = Meter(total, options.progress)
         meter.add(sum(sizes[key] for key in present))
         _write_all(store, bands, assemblers, room, meter)
@@ -116,23 +121,29 @@ def write_files(
         bytes_present=there,
         files=(*(key for key, _ in files), *last),
         memory=workers * (min(memory, assemblers[0].held) + room),
+        overflowed=tuple(rows_of(assembler.overflow.found for assembler in assemblers)),
     )
 
 
 def _survey(
-    opened: Opened, files: Sequence[tuple[str, Make]], last: Mapping[str, bytes]
-) -> tuple[dict[str, int], dict[str, int], str]:
-    """Return of each file its size and how many like it to write side by side, and the name of the conversion: that
-    follows from everything that is written.
+    opened: Opened, files: Sequence[tuple[str, Make]], last: Mapping[str, bytes], *, wide: int
+) -> tuple[dict[str, int], dict[str, int], set[tuple[str, str]], Mark]:
+    """Return of each file its size and how many like it to write side by side, which tensors go into any of them, and
+    the conversion's mark: its name follows from everything that is written.
     """
     sizes: dict[str, int] = {}
     widths: dict[str, int] = {}
+    wanted: set[tuple[str, str]] = set()
     content = []
     for key, make in files:
+        check_key(key)
         file = make()
-        sizes[key], widths[key] = file.nbytes, width_of(file.wants)
+        sizes[key], widths[key] = file.nbytes, width_of(file.wants, file.nbytes, wide=wide)
+        wanted.update(want.spec.key for want in file.wants)
         content.append((key, file.nbytes, file.identity))
-    return sizes, widths, named_after(opened, (content, sorted(last.items())))
+    source = source_digest(opened)
+    name = name_from(source, (content, sorted(last.items())))
+    return sizes, widths, wanted, Mark(name, opened.where, source.hex(), tuple(sorted(last) or [files[-1][0]]))
 
 
 def _bands(files: Sequence[tuple[str, Make]], widths: Mapping[str, int]) -> list[list[tuple[str, Make]]]:
@@ -145,30 +156,22 @@ def _bands(files: Sequence[tuple[str, Make]], widths: Mapping[str, int]) -> list
     return bands
 
 
-def _look(store: Store, name: str, *, resume: bool) -> bool:
+def _look(store: Store, mark: Mark, *, resume: bool) -> bool:
     """Is the place that of an earlier run of this conversion? Else it must be empty."""
     names = [one for one in store.children("") if not one.startswith(TEMP)]
     if not names:
         return False
     if MARK not in names:
         raise ConfigError(f"{store.url} is not empty ({listed(sorted(names), _SHOWN)}): choose another place")
-    if not resume or _marked(store) != name:
-        raise ConfigError(f"{store.url} holds another conversion, begun or done ({MARK}): choose another place")
+    there = mark_at(store)
+    if not resume or there.conversion != mark.conversion:
+        what = ", ".join(filter(None, (MARK, there.unlike(mark) if resume else "")))
+        raise ConfigError(f"{store.url} holds another conversion, begun or done ({what}): choose another place")
     return True
 
 
-def _marked(store: Store) -> Any:
-    data = store.get(MARK, 0, _MAX_MARK)
-    try:
-        found = json.loads(data)
-        return found["conversion"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise MalformedData(f"{MARK} in {store.url}: expected the name of a conversion") from error
-
-
-def _claim(store: Store, name: str, files: Sequence[tuple[str, Make]], present: set[str], ours: Sequence[str]) -> None:
-    text = json.dumps({"conversion": name, "by": "ckpt-reshard"}, indent=2) + "\n"
-    store.put(MARK, text.encode(), overwrite=True)
+def _claim(store: Store, mark: Mark, files: Sequence[tuple[str, Make]], present: set[str], ours: Sequence[str]) -> None:
+    store.put(MARK, mark.encoded(), overwrite=True)
     _tidy_root(store, {key for key in ours if "/" not in key})
     folders = {key.rpartition("/")[0] for key, _ in files if key not in present}
     for folder in sorted(folders - {""}):
@@ -228,7 +231,9 @@ def _write(
 ) -> None:
     if len(files) > 1:
         wants = [file.wants for _, file in files]
-        lanes = [Lane(store, key, file.nbytes, blocks, file.write, meter.add) for key, file in files]
+        # More files than there are blocks would wait for each other; those on a disk are written without.
+        shared = blocks if len(files) <= MOST else None
+        lanes = [Lane(store, key, file.nbytes, shared, file.write, meter.add) for key, file in files]
         write_band(wants, lanes, assembler)
         return
     ((key, file),) = files

@@ -8,10 +8,20 @@ import stat
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ckpt.errors import AccessDenied, ConfigError, NoSuchCheckpoint, StoreError, StoreUnavailable
+from ckpt.convert.mark import refuse_unfinished
+from ckpt.errors import (
+    AccessDenied,
+    ConfigError,
+    FormatError,
+    MissingChunk,
+    NoSuchCheckpoint,
+    ObjectNotFound,
+    StoreError,
+    StoreUnavailable,
+)
 from ckpt.store.forward import Forward
 from ckpt.store.local import LocalStore
-from ckpt.store.open import open_store
+from ckpt.store.open import open_store, url_below
 from ckpt.words import some
 
 if TYPE_CHECKING:
@@ -95,18 +105,40 @@ def open_source(url: str, *, step: int | None = None, options: ReadOptions, form
         NoSuchCheckpoint: nothing there has the names of any format.
         ConfigError: several formats are there, or an unknown one was asked for, or it is one file of a checkpoint, or
             a FIFO or device.
+        DigestMismatch: with ``options.seen``, what could not be read is damaged.
+        MissingChunk: a file of the checkpoint is gone, or it is a conversion that was not finished.
         CkptError: whatever the reader finds.
     """
     if format is not None and format not in READABLE:
         raise ConfigError(f"format {format!r} is not read, expected one of {', '.join(READABLE)}")
     store = _store_of(url)
-    chosen = format if format is not None else format_of(store)
+    if isinstance(store, LocalStore) and not os.path.lexists(store.root):
+        raise NoSuchCheckpoint(f"no such path: {store.url}")
+    try:
+        return _open(store, format if format is not None else format_of(store), step, options)
+    except NoSuchCheckpoint:
+        refuse_unfinished(store, store.children(""))
+        raise
+    except ObjectNotFound as error:
+        raise MissingChunk(f"{store.url}: {error.key or error} is missing") from error
+
+
+def _open(store: Store, chosen: str, step: int | None, options: ReadOptions) -> Opened:
     if isinstance(store, OneFile) and chosen not in _OF_ONE_FILE:
         other = ", or take it as what it is by itself (--from torch)" if store.key.endswith(".pt") else ""
         raise ConfigError(
             f"{store.url} is one file of a checkpoint ({FORMATS[chosen].title}): give the folder that it is in{other}"
         )
-    opened: Opened = _function(FORMATS[chosen].reader, "open")(store, store.url, step=step, options=options)
+    if options.optimizer_step is not None and chosen != "deepspeed":
+        raise ConfigError(f"an optimizer step is only said of files of DeepSpeed, {store.url} is {chosen}")
+    try:
+        opened: Opened = _function(FORMATS[chosen].reader, "open")(store, store.url, step=step, options=options)
+    except FormatError:
+        if options.seen:  # what does not fit together may be damaged: that says more
+            from ckpt.convert.checking import check_archives  # seldom needed, and brings torch along
+
+            check_archives(store, options.seen)
+        raise
     return opened
 
 
@@ -114,10 +146,12 @@ def open_target(url: str) -> Store:
     """Open the place that is to be written.
 
     Raises:
-        ConfigError: a file (or FIFO, or device) is there, or in place of a folder on the way to it.
+        ConfigError: a file (or FIFO, or device) is there, or in place of a folder on the way to it, or a link to
+            what is not there.
     """
     store = open_store(url)
     if isinstance(store, LocalStore):
+        _refuse_dangling(str(url))
         there = store.root
         while not os.path.lexists(there) and os.path.dirname(there) != there:
             there = os.path.dirname(there)
@@ -125,6 +159,15 @@ def open_target(url: str) -> Store:
             shown = LocalStore(there).url
             raise ConfigError(f"cannot write into {store.url}: {shown} is there, and is no folder")
     return store
+
+
+def _refuse_dangling(place: str) -> None:
+    """Refuse a path with a link to what does not exist: a store follows it, and would make that somewhere else."""
+    place = os.path.abspath(os.path.expanduser(place)) if "://" not in place else ""
+    while place and not os.path.exists(place):
+        if os.path.islink(place):
+            raise ConfigError(f"cannot write into {place}: it is a link to {os.readlink(place)}, which is not there")
+        place = os.path.dirname(place)
 
 
 def format_of(store: Store) -> str:
@@ -143,9 +186,10 @@ def format_of(store: Store) -> str:
         several = " and ".join(f"{one.name} ({one.shows})" for one in found)
         raise ConfigError(f"{store.url} has the names of {several}: say which one is meant (--from, or its own folder)")
     there = sorted(store.children(""))
-    here = f"found {some(there)}" if there else "there is nothing"
+    if not there:
+        raise NoSuchCheckpoint(f"nothing is in {store.url}")
     looked = [f"{one.name} ({one.title}): {one.shows}" for one in FORMATS.values() if one.reader]
-    problem = f"no checkpoint of a known format in {store.url}: {here}, and nothing of this"
+    problem = f"no checkpoint of a known format in {store.url}: found {some(there)}, and nothing of this"
     raise NoSuchCheckpoint("\n  - ".join([problem, *looked]))
 
 
@@ -180,7 +224,7 @@ class OneFile(Forward):
     def __init__(self, store: Store, key: str) -> None:
         super().__init__(store)
         self.key = key
-        self.url = f"{store.url.rstrip('/')}/{key}"
+        self.url = url_below(store.url, key)
         if isinstance(store, LocalStore):  # this store's place is the file, not the folder around it
             self.root = f"{store.root.rstrip('/')}/{key}"
 

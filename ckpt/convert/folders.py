@@ -38,5 +38,6 @@ def chosen_folder(store: Store, where: str, marker: str, step: int | None) -> tu
     wanted = max(folders, default=None) if step is None else step
     if wanted is None or wanted not in folders:
         what = "no checkpoint" if step is None else f"no checkpoint of step {step}"
-        raise NoSuchCheckpoint(f"{what} in {where} ({marker} is looked for); steps there: {some(sorted(folders))}")
+        others = f"; steps there (--step): {some(sorted(folders))}" if folders else ""
+        raise NoSuchCheckpoint(f"{what} in {where} ({marker} is looked for){others}")
     return f"{folders[wanted]}/", wanted

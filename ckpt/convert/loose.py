@@ -105,6 +105,14 @@ def _merged(name: str, variants: Sequence[Loose], engine: Mapping[str, list[Loos
     return first
 
 
+def names_of(objects: Sequence[Loose]) -> list[str]:
+    """Return what objects there are: a line for each kind."""
+    kinds: dict[str, list[str]] = {}
+    for one in objects:
+        kinds.setdefault(one.kind, []).append(repr(one.name))
+    return [f"{kind} state {', '.join(dict.fromkeys(names))}" for kind, names in kinds.items()]
+
+
 def merged_groups(trees: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the optimizer's groups of several ranks as one list: groups with the same place and options are one group.
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ckpt.convert.naming import expert_of, layer_of, natural, place_of, stack_of
-from ckpt.convert.safetensors.config import described_tensors
 from ckpt.describe.model import Described, ModelSpec, Split, Tied, kind_of
 from ckpt.errors import ConfigError
 from ckpt.layout.spec import BUFFER, MASTER, PARAM, TensorSpec
@@ -17,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ckpt.convert.opened import Opened
+    from ckpt.convert.safetensors.config import Beside
     from ckpt.layout.rules import Rules
 
 Roles = dict[str, TensorSpec]
@@ -68,7 +68,12 @@ def parameter_groups(opened: Opened) -> tuple[ParameterGroup, ...]:
 
 
 def model_of(
-    opened: Opened, rules: Rules | None, groups: Sequence[ParameterGroup], *, cut: bool
+    opened: Opened,
+    rules: Rules | None,
+    groups: Sequence[ParameterGroup],
+    *,
+    cut: Beside | None = None,
+    said: Mapping[str, Split | None] | None = None,
 ) -> tuple[ModelSpec, list[str]]:
     """Return the model, and what is wrong with the rules for it.
 
@@ -76,10 +81,11 @@ def model_of(
         opened: the source.
         rules: how tensor parallelism cuts it.
         groups: of its optimizer; their order is the model's.
-        cut: is there tensor parallelism, so that each tensor needs a rule?
+        cut: what stands in for a rule, which each tensor needs if there is tensor parallelism; None if there is none.
+        said: how the source says that it cuts which tensor, where that holds for the target; a rule comes first.
     """
     roles = {fqn: held for fqn, held in roles_of(opened).items() if 0 not in shape_of(held)}
-    splits, problems = _splits(roles, rules, described_tensors(opened)) if cut else ({}, [])
+    splits, problems = _splits(roles, rules, cut, said or {}) if cut is not None else ({}, [])
     stack = stack_of(roles)
     stepped = {fqn for fqn, held in roles.items() if held.keys() - {PARAM, BUFFER}}
     number = {fqn: n for n, group in enumerate(groups) for fqn in group.params}
@@ -108,12 +114,9 @@ def _kind(fqn: str, held: Roles) -> str:
 
 
 def _splits(
-    roles: Mapping[str, Roles], rules: Rules | None, known: Mapping[str, Described]
+    roles: Mapping[str, Roles], rules: Rules | None, beside: Beside, said: Mapping[str, Split | None]
 ) -> tuple[dict[str, Split | None], list[str]]:
-    """Return how each tensor is cut, and the tensors of which the rules do not say it or say what cannot be.
-
-    ``known``: what stands in for a rule, of a model that Hugging Face has.
-    """
+    """Return how each tensor is cut, and the tensors of which the rules do not say it or say what cannot be."""
     splits: dict[str, Split | None] = {}
     problems, unexplained = list[str](), list[str]()
     for fqn in sorted(roles, key=natural):
@@ -121,14 +124,18 @@ def _splits(
         try:
             if rule is not None:
                 splits[fqn] = Split.of_rule(rule, shape)
-            elif fqn in known and known[fqn].shape == shape:
-                splits[fqn] = known[fqn].split
+            elif fqn in said:
+                splits[fqn] = said[fqn]
+            elif fqn in beside.splits and beside.tensors[fqn].shape == shape:
+                splits[fqn] = beside.splits[fqn]
             else:
                 unexplained.append(fqn)
         except ConfigError as error:
-            problems.append(f"{fqn!r}: {error}")
+            problems.append(f"{fqn!r}: rule '{rule.match if rule is not None else ''}' is wrong: {error}")
     if unexplained and not splits and not problems:
-        return {}, ["nothing says how tensor parallelism cuts its tensors: give --rules (docs/rules.md)"]
+        return {}, [f"nothing says how tensor parallelism cuts its tensors: {beside.advice}"]
+    if unexplained and beside.problem:
+        problems.append(beside.problem)
     return splits, [*problems, *(f"{fqn!r}: no rule says how tensor parallelism cuts it" for fqn in unexplained)]
 
 

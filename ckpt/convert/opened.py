@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING, Any, Protocol
 
+from ckpt.describe.model import Split
 from ckpt.errors import MalformedData
 from ckpt.format.manifest import ChunkEntry, IndexPart, PackRef
 from ckpt.layout.box import Box, boxes_of_range
@@ -49,9 +50,13 @@ class Opened:
 
     ``format``: ``ckpt``, ``deepspeed``, ``universal``, ``dcp``, ``megatron``, ``safetensors`` or ``torch``. ``where``:
     for messages. ``store``: where the keys of ``parts`` are read; thread-safe. ``engine``: kind of the engine that
-    saved it (:mod:`ckpt.engine`), empty if unknown. ``notes``: a line for each thing that was made up or left out.
+    saved it (:mod:`ckpt.engine`), empty if unknown. ``notes``: a line for each thing that was made up or
+    assumed. ``lost``: a line for each thing that the files hold and that is left out here.
+    ``usual``: notes on state beside tensors that every checkpoint of this format gets.
     ``degrees``: ``dp``, ``tp``, ``pp``, ``ep`` and ``zero`` of the job that saved it, those that are known: what a user
-    leaves open stays so in the target.
+    leaves open stays so in the target. ``splits``: how tensor parallelism cut which tensor (None: not at all), where
+    the files say it themselves; it holds for degrees that divide that of the source, as they do not say where heads
+    are.
     """
 
     format: str
@@ -66,11 +71,14 @@ class Opened:
     aliases: Mapping[str, str] = field(default_factory=dict)
     objects: tuple[Loose, ...] = ()
     notes: tuple[str, ...] = ()
+    lost: tuple[str, ...] = ()
+    usual: tuple[str, ...] = ()
     degrees: Mapping[str, int] = field(default_factory=dict)
+    splits: Mapping[str, Split | None] = field(default_factory=dict)
 
     def catalog(self) -> Catalog:
         """Return what it holds, by name."""
-        return Catalog(self.specs, self.parts, self.derived, self.aliases)
+        return Catalog(self.specs, self.parts, self.derived, self.aliases, keep=True)
 
 
 class Bytes(Protocol):
@@ -123,7 +131,10 @@ class Builder:
         self.aliases: dict[str, str] = {}
         self.objects: list[Loose] = []
         self.notes: list[str] = []
+        self.lost: list[str] = []
+        self.usual: list[str] = []
         self.degrees: dict[str, int] = {}
+        self.splits: dict[str, Split | None] = {}
         self._specs: dict[tuple[str, str], TensorSpec] = {}
         self._boxes: dict[tuple[str, str], dict[Box, tuple[str, int]]] = {}
         self._inline: dict[str, Bytes] = {}
@@ -186,13 +197,21 @@ class Builder:
                 found.append(f"{spec}: the files hold {held} of {prod(spec.shape)} elements")
         return found
 
+    def _no_text(self) -> list[str]:
+        """Return one line for each name that no format can write: pickles and JSON allow half of a surrogate pair."""
+        names = [*(("tensor", fqn) for fqn in {fqn for fqn, _ in self._specs} | self.aliases.keys())]
+        names += [*(("state", role) for role in {role for _, role in self._specs})]
+        names += [*(("object", one.name) for one in self.objects)]
+        wrong = {pair for pair in names if any(0xD800 <= ord(letter) < 0xE000 for letter in pair[1])}
+        return [f"{what} {name!a}: its name is no text (half of a surrogate pair)" for what, name in sorted(wrong)]
+
     def build(self) -> Opened:
         """Return the checkpoint.
 
         Raises:
-            MalformedData: the files do not hold each tensor exactly once; all of them at once.
+            MalformedData: the files do not hold each tensor exactly once, or a name is no text; all of them at once.
         """
-        problems = self.uncovered()
+        problems = self.uncovered() + self._no_text()
         if problems:
             more = f"; … and {len(problems) - 8} more" if len(problems) > 8 else ""
             raise MalformedData(f"{self.where}: {'; '.join(problems[:8])}{more}")
@@ -222,5 +241,8 @@ class Builder:
             aliases=dict(self.aliases),
             objects=tuple(self.objects),
             notes=tuple(self.notes),
+            lost=tuple(dict.fromkeys(self.lost)),
+            usual=tuple(dict.fromkeys(self.usual)),
             degrees=dict(self.degrees),
+            splits=dict(self.splits),
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ckpt.layout.rules import Rules
 
@@ -13,14 +13,24 @@ MEMORY = 2 << 30
 """Bytes of host memory that a conversion takes at most, if nobody says."""
 
 
+Span = tuple[str, int, int]
+"""A key, the first byte, and the number of bytes."""
+
+
 @dataclass(frozen=True, slots=True)
 class ReadOptions:
     """``trust_pickle``: unpickle whatever the files ask for, which runs code from them. ``rules``: how tensor
-    parallelism cut what the source does not say itself (docs/rules.md).
+    parallelism cut what the source does not say itself (docs/rules.md). ``optimizer_step``: steps that the optimizer
+    has taken, where files of DeepSpeed that count otherwise than their engine are right. ``seen``: gets the places of
+    all archives of ``torch.save`` that are read of the checkpoint, for who wants to compare them with their checksums.
+    ``roles``: :data:`WEIGHTS` if nothing else is wanted: what is wrong with an optimizer keeps nobody from them then.
     """
 
     trust_pickle: bool = False
     rules: Rules | None = None
+    optimizer_step: int | None = None
+    seen: set[Span] | None = field(default=None, compare=False)
+    roles: str = ALL
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +64,8 @@ class Written:
     ``bytes_written``: to the target, files that are no tensors included; ``bytes_present``: were there already, left by
     a run that was interrupted. ``files``: keys below ``where``, written or present. ``lost``: a line for each thing
     that the source has and the target does not; ``made``: a line for each that the target has and the source does not.
-    ``memory``: bytes of host memory that it takes at most, 0 if the writer does not tell.
+    ``memory``: bytes of host memory that it takes at most, 0 if the writer does not tell. ``overflowed``: (name, role,
+    elements) of what was finite and too large for its dtype in the target, of what is not ``bytes_present``.
     """
 
     format: str
@@ -67,3 +78,4 @@ class Written:
     lost: tuple[str, ...] = ()
     made: tuple[str, ...] = ()
     memory: int = 0
+    overflowed: tuple[tuple[str, str, int], ...] = ()

@@ -27,7 +27,9 @@ def shared_heads(model: ModelSpec, parallel: Parallel, known: Mapping[str, Descr
     """
     queries = _queries(model, known)
     for t in model.tensors:
-        if t.split is None or (not t.split.parts and (t.split.vocabulary or parallel.kind in UNEVEN)):
+        if t.split is None or t.split.balanced:
+            continue
+        if not t.split.parts and (t.split.vocabulary or parallel.kind in UNEVEN):
             continue
         size = t.shape[t.split.dim]
         parts = t.split.parts or ((size, size),)
@@ -44,6 +46,20 @@ def shared_heads(model: ModelSpec, parallel: Parallel, known: Mapping[str, Descr
                 f"{t.fqn!r} {list(t.shape)}: tp {parallel.tp} is more than its {heads}; neighbouring ranks would hold "
                 "the same, and only heads of keys and values may be shared"
             )
+
+
+def shared_keys(model: ModelSpec, parallel: Parallel) -> str:
+    """Return a line about the heads of keys and values that neighbours hold alike; empty if there are none."""
+    few = [
+        units
+        for t in model.tensors
+        if t.split is not None and not t.split.balanced
+        for units in {n for _, n in t.split.parts if n < parallel.tp}
+    ]
+    if not few:
+        return ""
+    heads = " or ".join(map(str, sorted(set(few))))
+    return f"tp {parallel.tp} is more than the {heads} heads of keys and values: neighbouring ranks hold the same ones"
 
 
 def _queries(model: ModelSpec, known: Mapping[str, Described]) -> int | None:

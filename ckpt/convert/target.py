@@ -7,7 +7,7 @@ The model comes from the source (:mod:`ckpt.convert.model_of`), the cuts from th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, overload
 
 import msgspec
@@ -16,22 +16,27 @@ from ckpt.convert.known import known_layout
 from ckpt.convert.model_of import ParameterGroup, model_of, parameter_groups, roles_of, shape_of
 from ckpt.convert.naming import stack_of
 from ckpt.convert.options import ALL, WEIGHTS
-from ckpt.convert.safetensors.config import described_tensors
-from ckpt.convert.shared_heads import shared_heads
+from ckpt.convert.safetensors.config import config_beside
+from ckpt.convert.shared_heads import shared_heads, shared_keys
 from ckpt.describe.exact import rank_layout
 from ckpt.describe.model import refuse
 from ckpt.describe.parallel import Parallel
 from ckpt.describe.placement import Column, Description
+from ckpt.describe.world import World
 from ckpt.errors import ConfigError
+from ckpt.format.digest import raw_digest
 from ckpt.layout.box import Box
 from ckpt.layout.spec import BUFFER, MASTER, PARAM, RankLayout, Shard, TensorSpec
+from ckpt.plan.wire import combined, encode_rows
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from ckpt.convert.model_of import Roles
     from ckpt.convert.opened import Opened
+    from ckpt.convert.safetensors.config import Beside
     from ckpt.describe.model import Described, ModelSpec
+    from ckpt.layout.graph import ShardGraph
     from ckpt.layout.rules import Rules
 
 
@@ -45,6 +50,18 @@ class Layouts(Sequence[RankLayout]):
     def __init__(self, description: Description, everywhere: Sequence[TensorSpec]) -> None:
         self._description = description
         self._everywhere = tuple(Shard(spec, Box.whole(spec.shape)) for spec in everywhere)
+        self._world = World(description, tuple(everywhere))
+
+    def graph(self) -> ShardGraph:
+        """Return ``ShardGraph.build`` of all layouts, made without them."""
+        return self._world.graph()
+
+    def digest(self) -> bytes:
+        """Return the digest of all layouts, as a job of these ranks would agree on it."""
+        digests = [b""] * len(self)
+        for one in self._world.ranks():
+            digests[one.rank] = raw_digest(encode_rows(one.specs, one.shards, one.aliases, one.derived))
+        return combined(digests)
 
     def __len__(self) -> int:
         return self._description.parallel.ranks
@@ -118,6 +135,7 @@ def target_of(
     roles: str = ALL,
     dtype: str | None = None,
     cut: bool = True,
+    otherwise_whole: bool = False,
 ) -> Target:
     """Return the target that these flags mean.
 
@@ -136,6 +154,7 @@ def target_of(
         dtype: of parameters and buffers in floating point; None: the source's.
         cut: does the target's format have slices of a model? If not, what is left open of ``tp``, ``pp`` and ``ep`` is
             1 whatever the source's is.
+        otherwise_whole: if nothing says how tensors are cut, and nobody has asked for ``tp``, cut none of them.
 
     Raises:
         ConfigError: every reason at once why the source cannot be laid out like that.
@@ -152,12 +171,21 @@ def target_of(
         stages = source_stages
     parallel = Parallel(**{"engine": engine, **given}, stages=stages, vocabulary_multiple=vocabulary_multiple)
     groups = parameter_groups(opened)
-    model, problems = model_of(opened, rules, groups, cut=parallel.tp > 1)
+    beside = config_beside(opened, autotp=engine == "deepspeed") if parallel.tp > 1 else None
+    said = opened.splits if source.get("tp", 1) % parallel.tp == 0 else {}
+    model, problems = model_of(opened, rules, groups, cut=beside, said=said)
+    if problems and otherwise_whole and tp is None and not (rules is not None and rules.tensors):
+        again: dict[str, Any] = {**known, "dp": parallel.dp * parallel.tp if dp is None else dp, "tp": 1}
+        found = target_of(opened, **again, rules=rules, stages=stages, roles=roles, dtype=dtype)
+        note = f"tp 1, and the others of {parallel.tp} ranks data-parallel: nothing says how tensors are cut"
+        return replace(found, notes=(*found.notes, note))
     if stack_of(t.fqn for t in model.tensors) == "":
         parallel = msgspec.structs.replace(parallel, stages=_with_tensors(stages, model.layers))
     problems = [*parallel.problems(), *problems, *_misfits(model, parallel)]
-    if parallel.tp > 1:
-        problems += shared_heads(model, parallel, described_tensors(opened))
+    if beside is not None:
+        problems += shared_heads(model, parallel, beside.tensors)
+        if vocabulary_multiple is not None and any(t.split is not None and t.split.balanced for t in model.tensors):
+            problems.append("AutoTP pads no vocabulary (--vocabulary-multiple): only rules can say that yours does")
     held = {fqn: _wanted(one, roles, dtype) for fqn, one in roles_of(opened).items()}
     derived = frozenset(opened.derived) if roles == ALL else frozenset()
     problems += _uncut(model, parallel, held) if problems else []
@@ -167,7 +195,8 @@ def target_of(
     description = _Carried(model, parallel, held, derived)
     empty = [spec for one in held.values() if 0 in shape_of(one) for spec in one.values()]
     specs = tuple(sorted(spec for one in held.values() for spec in one.values()))
-    return Target(parallel, Layouts(description, empty), description, groups, specs, _notes(rules, held, opened))
+    notes = (*_idle_rules(rules, held, opened), *(_cut_notes(model, parallel, beside) if beside is not None else ()))
+    return Target(parallel, Layouts(description, empty), description, groups, specs, notes)
 
 
 def _engine(given: dict[str, Any]) -> dict[str, Any]:
@@ -241,8 +270,13 @@ def _wanted(held: Roles, roles: str, dtype: str | None) -> Roles:
     return found
 
 
-def _notes(rules: Rules | None, roles: dict[str, Roles], opened: Opened) -> tuple[str, ...]:
+def _idle_rules(rules: Rules | None, roles: dict[str, Roles], opened: Opened) -> tuple[str, ...]:
     if rules is None:
         return ()
     names = [*roles, *opened.aliases]
-    return tuple(f"rules: {idle!r} matches nothing" for idle in sorted(rules.unused(names, ())) if idle[:5] != "names")
+    return tuple(f"rules: '{idle}' matches nothing" for idle in sorted(rules.unused(names, ())) if idle[:5] != "names")
+
+
+def _cut_notes(model: ModelSpec, parallel: Parallel, beside: Beside) -> Iterator[str]:
+    used = any(t.split is not None and t.split == beside.splits.get(t.fqn) for t in model.tensors)
+    yield from (line for line in (beside.note if used else "", shared_keys(model, parallel)) if line)

@@ -88,5 +88,4 @@ def _boxes(description: Description, tensor: Described, tensor_rank: int, cut: C
         return
     tiling = description.tiling(tensor, tensor_rank)
     for i in (cut.owners == owner).nonzero()[0]:
-        for box, _ in tiling.of_range(int(cut.bounds[i]), int(cut.bounds[i + 1])):
-            yield box
+        yield from tiling.boxes(int(cut.bounds[i]), int(cut.bounds[i + 1]))

@@ -32,12 +32,14 @@ class Split:
 
     ``dim``: the dimension. ``parts``: (size, heads) of the matrices that lie one behind the other along it, each cut by
     itself and only between its heads; with fewer heads than ranks, neighbours hold the same head. Without parts the
-    dimension is cut evenly. ``vocabulary``: a framework may pad it.
+    dimension is cut evenly. ``vocabulary``: a framework may pad it. ``balanced``: ranks differ by one head of a part at
+    most, the first ones hold more, and nothing is padded or held twice (DeepSpeed's AutoTP).
     """
 
     dim: int
     parts: tuple[tuple[int, int], ...] = ()
     vocabulary: bool = False
+    balanced: bool = False
 
     @classmethod
     def of_rule(cls, rule: TensorRule, shape: Sequence[int]) -> Split | None:
@@ -86,6 +88,9 @@ class Split:
         Raises:
             LayoutError: the dimension cannot be cut that way.
         """
+        if self.balanced:
+            runs = _balanced(self.parts or ((size, size),), degree, rank)
+            return runs, length(runs)
         if autotp:
             runs = _autotp(self.parts or ((size, size),), degree, rank)
             return runs, length(runs)
@@ -99,6 +104,20 @@ class Split:
         else:
             runs = fused(self.parts or ((size, size),), degree, rank)
         return runs, length(runs)
+
+
+def _balanced(parts: Sequence[tuple[int, int]], degree: int, rank: int) -> Runs:
+    """Return what is left on a rank of matrices one behind the other, given as (size, heads), cut between the heads."""
+    joined: list[tuple[int, int]] = []
+    start = 0
+    for size, units in parts:
+        if units < degree:
+            what = f"its {units} rows" if units == size else f"the {units} heads of keys between which AutoTP cuts"
+            raise LayoutError(f"tp {degree} is more than {what}")
+        each = size // units
+        joined += [(start + first * each, n * each) for first, n in balanced(((0, units),), degree, rank)]
+        start += size
+    return take(tuple(joined), 0, length(tuple(joined)))
 
 
 def _autotp(parts: Sequence[tuple[int, int]], degree: int, rank: int) -> Runs:

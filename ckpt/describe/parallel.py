@@ -210,9 +210,9 @@ class Parallel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         if self.autotp and self.vocabulary_multiple is not None:
             yield "autotp pads no vocabulary, so no vocabulary_multiple"
         if self.kind == "deepspeed" and self.zero > 1 and self.pp > 1:
-            yield f"DeepSpeed refuses ZeRO-{self.zero} with a pipeline: use ZeRO-1, or fsdp2"
+            yield f"DeepSpeed refuses ZeRO-{self.zero} with a pipeline: ZeRO-1 at most"
         if self.kind == "deepspeed" and self.zero == 3 and self.ep > 1:
-            yield "DeepSpeed refuses ZeRO-3 with its expert parallelism: use ZeRO-1 or 2, or fsdp2"
+            yield "DeepSpeed refuses ZeRO-3 with its expert parallelism: ZeRO-2 at most"
         if self.kind == "zero_redundancy_optimizer" and self.ep > 1:
             yield "zero_redundancy_optimizer has one process group, so no expert parallelism"
 
@@ -229,6 +229,7 @@ class Mesh:
         grid = np.arange(prod(sizes), dtype=np.int64).reshape(sizes)
         grid = grid.transpose([axes.index(a) for a in ("pp", "tp", *(a for a in axes if a in ("dp", "cp")))])
         self.ranks: npt.NDArray[np.int64] = np.ascontiguousarray(grid.reshape(parallel.pp, parallel.tp, parallel.data))
+        self._position: npt.NDArray[np.int64] = np.argsort(self.ranks.reshape(-1))
 
     def place(self, rank: int) -> tuple[int, int, int]:
         """Return (stage, tensor rank, data index) of a rank.
@@ -238,5 +239,5 @@ class Mesh:
         """
         if not 0 <= rank < self.ranks.size:
             raise ConfigError(f"rank {rank} is not in a world of {self.ranks.size}")
-        p, t, d = np.unravel_index(int(np.flatnonzero(self.ranks.reshape(-1) == rank)[0]), self.ranks.shape)
+        p, t, d = np.unravel_index(int(self._position[rank]), self.ranks.shape)
         return int(p), int(t), int(d)

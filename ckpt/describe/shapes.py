@@ -112,7 +112,7 @@ class _Reader:
         before = {t.fqn for t in tensors if t.place == "first"}
         places = {alias: "last" if self._layers or to not in before else "first" for alias, to in tied.items()}
         idle = self._rules.unused([t.fqn for t in tensors] + list(tied), [])
-        self.problems += [f"rules: {pattern!r} matches nothing" for pattern in sorted(idle)]
+        self.problems += [f"rules: '{pattern}' matches nothing" for pattern in sorted(idle)]
         return ModelSpec(self.said.name, tensors, tuple(Tied(a, t, places[a]) for a, t in tied.items()))
 
     def _tensors(self) -> Iterator[Described]:

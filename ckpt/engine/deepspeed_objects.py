@@ -14,6 +14,7 @@ import torch
 from ckpt.engine.base import Mismatch
 from ckpt.engine.deepspeed_layout import inner_optimizer
 from ckpt.engine.deepspeed_refuse import ask
+from ckpt.engine.shared_check import class_names
 from ckpt.engine.shared_groups import capture_groups, match_groups, restore_groups
 from ckpt.engine.shared_objects import capture_scheduler, gathered, restore_scheduler
 
@@ -121,8 +122,11 @@ def _setup(engine: Any) -> dict[str, Any]:
     low = "fp16" if ask(engine, "fp16_enabled", False) else "bf16" if ask(engine, "bfloat16_enabled", False) else "fp32"
     # It says in which order flat groups list their members, which only a conversion into flat groups wants to know.
     shuffled = {"round_robin_gradients": True} if ask(engine, "zero_round_robin_gradients", False) else {}
+    # It has a file for each layer, also with one stage.
+    pipeline = {"pipeline": True} if "PipelineEngine" in class_names(engine) else {}
     return {
         **shuffled,
+        **pipeline,
         "zero_stage": int(ask(engine, "zero_optimization_stage", 0)),
         "dtype": low,
         "data_parallel_world_size": int(ask(engine, "seq_dp_world_size", 1)),

@@ -65,7 +65,7 @@ class Tiler:
         """Note a problem if a tensor is said to be cut but nobody says with whom: every slice would count as whole."""
         rule = self.context.rules.rule_for(fqn)
         if self.unnamed and (_marked(tensor) if rule is None else rule.dim is not None):
-            why = "it is marked as tensor parallel" if rule is None else f"rule {rule.match!r} cuts it"
+            why = "it is marked as tensor parallel" if rule is None else f"rule '{rule.match}' cuts it"
             self.problems.append(
                 f'tensor {fqn!r}: {why}, but nobody says with whom: expected groups={{"tp": …}} with the ranks of its '
                 f"group (with this rank alone if it is whole)"

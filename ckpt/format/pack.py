@@ -117,6 +117,13 @@ def _text(items: Sequence[PackItem], starts: Sequence[int]) -> bytes:
     return json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode()
 
 
+def _whole(numbers: object) -> tuple[int, ...]:
+    """Return numbers of a table that have to be whole ones; JSON also has ``1.0`` and ``true``."""
+    if not isinstance(numbers, list) or any(type(n) is not int for n in numbers):
+        raise TypeError(f"{numbers!r:.80} is no list of whole numbers")
+    return tuple(numbers)
+
+
 def parse_header(
     head: bytes, nbytes: int, where: str, widths: Mapping[str, int] = _WIDTHS
 ) -> dict[str, tuple[str, tuple[int, ...], int, int]]:
@@ -136,8 +143,8 @@ def parse_header(
         entries = {name: value for name, value in table.items() if name != "__metadata__"}
         found: dict[str, tuple[str, tuple[int, ...], int, int]] = {}
         for name, value in entries.items():
-            begin, end = value["data_offsets"]
-            found[name] = (str(value["dtype"]), tuple(map(int, value["shape"])), 8 + length + begin, 8 + length + end)
+            begin, end = _whole(value["data_offsets"])
+            found[name] = (str(value["dtype"]), _whole(value["shape"]), 8 + length + begin, 8 + length + end)
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise MalformedData(f"{where}: header is not a safetensors table ({error!r})") from error
     position = 8 + length

@@ -6,6 +6,7 @@ most ``2n - 1`` (:func:`boxes_of_range`), an interleaved tensor-parallel weight 
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
@@ -172,27 +173,41 @@ def first_overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
     return None
 
 
-def overlaps(sources: Sequence[Box], targets: Sequence[Box]) -> Iterator[tuple[int, int, Box]]:
-    """Yield ``(source index, target index, common box)`` for every pair that shares an element, targets in order.
+class Overlaps:
+    """Boxes of one tensor, sorted once, so that what they share with others can be asked for again and again.
 
-    One sorted sweep, so that n x m pairs are never tried for tensors that both sides cut along the same dimension.
+    n x m pairs are never tried for tensors that both sides cut along the same dimension.
     """
-    if not sources or not targets:
-        return
-    ndim = sources[0].ndim
-    if not ndim:
-        yield from ((s, t, Box((), ())) for t in range(len(targets)) for s in range(len(sources)))
-        return
-    dim = max(range(ndim), key=lambda d: len({b.offsets[d] for b in sources}))
-    order = sorted(range(len(sources)), key=lambda s: sources[s].offsets[dim])
-    longest = max(b.sizes[dim] for b in sources)
-    starts = [sources[s].offsets[dim] for s in order]
-    from bisect import bisect_left, bisect_right
 
-    for t, target in enumerate(targets):
-        low, high = target.offsets[dim], target.offsets[dim] + target.sizes[dim]
-        # A source that reaches past `low` starts after `low - longest`; one that starts at `high` or later is too far.
-        for k in range(bisect_right(starts, low - longest), bisect_left(starts, high)):
-            common = sources[order[k]].intersect(target)
-            if common is not None:
-                yield order[k], t, common
+    def __init__(self, sources: Sequence[Box]) -> None:
+        self._sources = sources
+        self._dim = self._longest = 0
+        self._order: Sequence[int] = range(len(sources))
+        self._starts: list[int] = []
+        if sources and sources[0].ndim:
+            dim = max(range(sources[0].ndim), key=lambda d: len({b.offsets[d] for b in sources}))
+            self._order = sorted(self._order, key=lambda s: sources[s].offsets[dim])
+            self._dim, self._longest = dim, max(b.sizes[dim] for b in sources)
+            self._starts = [sources[s].offsets[dim] for s in self._order]
+
+    def of(self, targets: Sequence[Box]) -> Iterator[tuple[int, int, Box]]:
+        """Yield ``(source index, target index, common box)`` for every pair that shares an element, as
+        :func:`overlaps`.
+        """
+        sources, order, starts, dim, longest = self._sources, self._order, self._starts, self._dim, self._longest
+        if sources and not sources[0].ndim:
+            yield from ((s, t, Box((), ())) for t in range(len(targets)) for s in order)
+            return
+        for t, target in enumerate(targets if sources else ()):
+            low, high = target.offsets[dim], target.offsets[dim] + target.sizes[dim]
+            # A source that reaches past `low` starts after `low - longest`; one that starts at `high` or later is too
+            # far.
+            for k in range(bisect_right(starts, low - longest), bisect_left(starts, high)):
+                common = sources[order[k]].intersect(target)
+                if common is not None:
+                    yield order[k], t, common
+
+
+def overlaps(sources: Sequence[Box], targets: Sequence[Box]) -> Iterator[tuple[int, int, Box]]:
+    """Yield ``(source index, target index, common box)`` for every pair that shares an element, targets in order."""
+    return Overlaps(sources).of(targets) if sources and targets else iter(())

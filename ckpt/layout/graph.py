@@ -18,7 +18,7 @@ from ckpt.layout.spec import MASTER, PARAM, RankLayout, TensorSpec
 from ckpt.words import count, some
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,25 +73,38 @@ class ShardGraph:
                 problems.append(_disagreement(variants))
                 continue
             spec, boxes = next(iter(variants.items()))
-            cells[spec] = tuple(_cells(spec, boxes, problems))
-        names = {key[0] for key in held}
-        problems += [f"alias {a!r} points to {t!r}, which no rank holds" for a, t in aliases.items() if t not in names]
-        problems += [
-            f"tensor {fqn!r} is declared as derived but no rank holds its {role}"
-            for fqn in sorted(derived)
-            for role in (PARAM, MASTER)
-            if (fqn, role) not in held
-        ]
+            cells[spec] = tuple(Cell(spec, box, ranks) for box, ranks in between_cuts(spec, boxes, problems))
+        problems += _problems_of_names(set(held), aliases, derived)
         problems += _derived_shapes(derived, cells)
         problems += problems_of_claims(layouts)
-        return cls(
-            len(layouts),
-            tuple(sorted(cells)),
-            cells,
-            dict(sorted(aliases.items())),
-            frozenset(derived),
-            tuple(problems),
-        )
+        return cls.of(len(layouts), cells, aliases, derived, problems)
+
+    @classmethod
+    def described(
+        cls,
+        world: int,
+        cells: dict[TensorSpec, tuple[Cell, ...]],
+        aliases: dict[str, str],
+        derived: set[str],
+        problems: Sequence[str],
+    ) -> ShardGraph:
+        """Return the graph of cells that are known already (:func:`between_cuts`); ``problems``: found on the way."""
+        held = {spec.key for spec in cells}
+        found = [*problems, *_problems_of_names(held, aliases, derived), *_derived_shapes(derived, cells)]
+        return cls.of(world, cells, aliases, derived, found)
+
+    @classmethod
+    def of(
+        cls,
+        world: int,
+        cells: dict[TensorSpec, tuple[Cell, ...]],
+        aliases: dict[str, str],
+        derived: set[str],
+        problems: Sequence[str],
+    ) -> ShardGraph:
+        """Return the graph, what has an order in it."""
+        tied = dict(sorted(aliases.items()))
+        return cls(world, tuple(sorted(cells)), cells, tied, frozenset(derived), tuple(problems))
 
     def check(self) -> None:
         """Raise :class:`LayoutError` with every problem, if there is any."""
@@ -107,6 +120,17 @@ class ShardGraph:
     def bytes_unique(self) -> int:
         """Bytes of one copy of everything, derivable parameters not counted."""
         return sum(s.nbytes for s in self.specs if not (s.role == PARAM and s.fqn in self.derived))
+
+
+def _problems_of_names(held: set[tuple[str, str]], aliases: dict[str, str], derived: set[str]) -> list[str]:
+    names = {fqn for fqn, _ in held}
+    found = [f"alias {a!r} points to {t!r}, which no rank holds" for a, t in aliases.items() if t not in names]
+    return found + [
+        f"tensor {fqn!r} is declared as derived but no rank holds its {role}"
+        for fqn in sorted(derived)
+        for role in (PARAM, MASTER)
+        if (fqn, role) not in held
+    ]
 
 
 def _derived_shapes(derived: set[str], cells: Iterable[TensorSpec]) -> list[str]:
@@ -128,7 +152,16 @@ def _disagreement(variants: dict[TensorSpec, dict[Box, list[int]]]) -> str:
     return f"tensor {spec.fqn!r} ({spec.role}): ranks disagree on dtype or shape: " + ", ".join(sides)
 
 
-def _cells(spec: TensorSpec, boxes: dict[Box, list[int]], problems: list[str]) -> list[Cell]:
+def between_cuts(
+    spec: TensorSpec, boxes: Mapping[Box, Sequence[int]], problems: list[str]
+) -> list[tuple[Box, tuple[int, ...]]]:
+    """Return the boxes between all ranks' cuts of a tensor, in row-major order, and who holds each, ascending.
+
+    Args:
+        spec: the tensor.
+        boxes: box -> the ranks that list it.
+        problems: what is wrong with them is added here.
+    """
     inside = {}
     for box, ranks in boxes.items():
         if not box.within(spec.shape):
@@ -140,14 +173,14 @@ def _cells(spec: TensorSpec, boxes: dict[Box, list[int]], problems: list[str]) -
             twice = sorted({r for r in ranks if ranks.count(r) > 1})
             problems.append(f"{spec}: rank(s) {some(twice)} list box {box} twice")
     solid = {box: tuple(sorted(set(ranks))) for box, ranks in inside.items() if box.volume or not spec.nbytes}
-    _check_own_overlap(spec, solid, problems)
-    if first_overlap(list(solid)) is not None:
+    if first_overlap(list(solid)) is not None:  # else those of one rank do not overlap either
+        _check_own_overlap(spec, solid, problems)
         solid = _refine(solid)
     missing = Box.whole(spec.shape).volume - sum(b.volume for b in solid)
     if missing > 0:
         gap = _first_gap(spec, list(solid))
         problems.append(f"{spec}: {missing} element(s) held by no rank, the first in box {gap}")
-    return [Cell(spec, box, solid[box]) for box in sorted(solid)]
+    return sorted(solid.items(), key=lambda one: (one[0].offsets, one[0].sizes))
 
 
 def _check_own_overlap(spec: TensorSpec, boxes: dict[Box, tuple[int, ...]], problems: list[str]) -> None:

@@ -68,7 +68,7 @@ def problems_of_claims(layouts: Sequence[RankLayout]) -> list[str]:
 
 def idle_problems(unused: Iterable[str]) -> list[str]:
     """Return what is wrong with claims (``RankLayout.unused``) that every rank has made."""
-    return [claim if claim == UNEXPLAINED else f"rule {claim!r} fits nothing on any rank" for claim in sorted(unused)]
+    return [claim if claim == UNEXPLAINED else f"rule '{claim}' fits nothing on any rank" for claim in sorted(unused)]
 
 
 def _shared(layouts: Sequence[RankLayout]) -> dict[int, dict[str, _Group]]:

@@ -127,26 +127,26 @@ def _invalid(rule: TensorRule | NameRule) -> Iterator[str]:
     try:
         groups = re.compile(rule.match).groups if len(rule.match) <= _MAX_PATTERN else -1
     except re.error as error:
-        yield f"{rule.match!r} is no regular expression: {error}"
+        yield f"'{rule.match}' is no regular expression: {error}"
         return
     if groups < 0:
         yield f"a pattern of {len(rule.match)} characters, at most {_MAX_PATTERN}"
     if isinstance(rule, NameRule):
         wanted = [int(m[1]) for m in _NUMBERED.finditer(rule.name)]
         if max(wanted, default=0) > groups:
-            yield f"{rule.match!r} has {groups} group(s), {rule.name!r} uses {max(wanted)}"
+            yield f"'{rule.match}' has {groups} group(s), '{rule.name}' uses {max(wanted)}"
         return
     numbers = {"stride": rule.stride, "heads": rule.heads, "size": rule.size}
     yield from (
-        f"{rule.match!r}: {k} is {v}, expected at least 1" for k, v in numbers.items() if v is not None and v < 1
+        f"'{rule.match}': {k} is {v}, expected at least 1" for k, v in numbers.items() if v is not None and v < 1
     )
     parts = [p if isinstance(p, Part) else Part(p) for p in rule.fused]
     if any(p.size < 1 or (p.heads is not None and p.heads < 1) for p in parts):
-        yield f"{rule.match!r}: fused parts must have at least one row and one head"
+        yield f"'{rule.match}': fused parts must have at least one row and one head"
     if sum((bool(rule.fused), rule.stride > 1, rule.heads is not None, rule.size is not None)) > 1:
-        yield f"{rule.match!r}: expected one of fused, stride, heads and size"
+        yield f"'{rule.match}': expected one of fused, stride, heads and size"
     if rule.dim is None and (rule.fused or rule.stride > 1 or rule.heads or rule.size):
-        yield f"{rule.match!r}: fused, stride, heads and size need dim"
+        yield f"'{rule.match}': fused, stride, heads and size need dim"
 
 
 def tiling_of(rule: TensorRule, local: tuple[int, ...], rank: int, degree: int) -> Tiling:
@@ -165,7 +165,7 @@ def tiling_of(rule: TensorRule, local: tuple[int, ...], rank: int, degree: int) 
         return Tiling.whole(local)
     dim = rule.dim + len(local) if rule.dim < 0 else rule.dim
     if not 0 <= dim < len(local):
-        raise LayoutError(f"rule {rule.match!r} cuts dimension {rule.dim}, the tensor has shape {list(local)}")
+        raise LayoutError(f"rule '{rule.match}' cuts dimension {rule.dim}, the tensor has shape {list(local)}")
     runs, size = _runs(rule, local[dim], rank, degree)
     shape = (*local[:dim], size, *local[dim + 1 :])
     return Tiling.of_runs(shape, {dim: runs}, local)
@@ -175,17 +175,17 @@ def _runs(rule: TensorRule, held: int, rank: int, degree: int) -> tuple[Runs, in
     if rule.size is not None:  # equal parts of the padded size; the last ones hold fewer rows, or none
         first = min(rank * held, rule.size)
         if degree * held < rule.size:
-            raise LayoutError(f"rule {rule.match!r}: {degree} x {held} rows, expected at least the size {rule.size}")
+            raise LayoutError(f"rule '{rule.match}': {degree} x {held} rows, expected at least the size {rule.size}")
         count = min(held, rule.size - first)
         return (((first, count),) if count else ()), rule.size
     parts = [(p.size, p.heads or degree) if isinstance(p, Part) else (p, degree) for p in rule.fused]
     if not parts:
         distinct = min(degree, rule.heads or degree)
         if held % rule.stride:
-            raise LayoutError(f"rule {rule.match!r}: {held} rows cannot hold {rule.stride} equal parts")
+            raise LayoutError(f"rule '{rule.match}': {held} rows cannot hold {rule.stride} equal parts")
         parts = [(held // rule.stride * distinct, rule.heads or degree)] * rule.stride
     runs = fused(parts, degree, rank)
     total = sum(count for _, count in runs)
     if total != held:
-        raise LayoutError(f"rule {rule.match!r}: expected {total} rows on each of {degree} ranks, found {held}")
+        raise LayoutError(f"rule '{rule.match}': expected {total} rows on each of {degree} ranks, found {held}")
     return runs, sum(size for size, _ in parts)

@@ -182,6 +182,11 @@ class Tiling:
         """Elements of the local tensor, padding included."""
         return prod(self.local)
 
+    @property
+    def is_whole(self) -> bool:
+        """Are the global tensor and the local one the same?"""
+        return self.shape == self.local and len(self.tiles) == 1 and self.tiles[0].box.sizes == self.shape
+
     def of_range(self, start: int, stop: int) -> Iterator[tuple[Box, FlatPart]]:
         """Yield global boxes and their places for elements ``[start, stop)`` of the flattened local tensor."""
         for part_start, local in _flat_boxes(self.local, start, stop):
@@ -192,6 +197,13 @@ class Tiling:
                         g + c - a for g, c, a in zip(tile.box.offsets, common.offsets, tile.at, strict=True)
                     )
                     yield Box(offsets, common.sizes), FlatPart(part_start, local.sizes, common.relative_to(local))
+
+    def boxes(self, start: int, stop: int) -> Iterator[Box]:
+        """Yield the global boxes of :meth:`of_range`, without their places."""
+        if self.is_whole:
+            yield from boxes_of_range(self.local, start, stop)
+        else:
+            yield from (box for box, _ in self.of_range(start, stop))
 
     def padding_of_range(self, start: int, stop: int) -> Iterator[FlatPart]:
         """Yield the places of the padding among elements ``[start, stop)`` of the flattened local tensor."""

@@ -2,7 +2,9 @@
 
 Sources are found by name: ``(fqn, role)``, through the aliases of tied weights. A weight is one thing that can be held
 at two precisions, so ``master`` may be filled from a ``param`` of the same dtype and the reverse (an fp32 engine has no
-master, a bf16 engine has one). Nothing else is converted without being asked for, except whole numbers (``step``).
+master, a bf16 engine has one). A weight may also be a ``param`` here and a ``buffer`` there: a state dict does not say
+which, nor does every job hold a frozen tensor as the same. Where the exact role is absent the other one stands in, and
+that is told. Nothing else is converted without being asked for, except whole numbers (``step``).
 """
 
 from __future__ import annotations
@@ -12,8 +14,9 @@ from typing import TYPE_CHECKING
 
 from ckpt.errors import LayoutError, MalformedData, MissingChunk, MissingState
 from ckpt.format.manifest import DERIVED, ChunkEntry, IndexPart
-from ckpt.layout.box import Box, first_overlap, overlaps
-from ckpt.layout.spec import MASTER, PARAM, Shard, TensorSpec
+from ckpt.layout.box import Box, Overlaps, first_overlap
+from ckpt.layout.spec import BUFFER, MASTER, PARAM, Shard, TensorSpec
+from ckpt.words import some
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -57,6 +60,16 @@ class Difference:
     """what the checkpoint holds beside tensors and this rank's engine has no place for"""
     conflicts: tuple[str, ...] = ()
     """what both hold, but arranged so that it cannot be carried over as it was"""
+    swapped: tuple[str, ...] = ()
+    """names of parameters that are filled from the checkpoint's buffers, and the reverse"""
+
+
+def swap_notes(ranks: Sequence[Difference]) -> list[str]:
+    """Return what a load says of parameters that any rank fills from buffers, and the reverse."""
+    names = list(dict.fromkeys(name for one in ranks for name in one.swapped))
+    if not names:
+        return []
+    return [f"parameters here and buffers in the checkpoint, or the reverse, are one by name and shape: {some(names)}"]
 
 
 def check_difference(
@@ -103,8 +116,27 @@ class LoadPlan:
     difference: Difference
 
 
+class Stored:
+    """Chunks of one tensor that have bytes, ready to be looked up by box. ``twice``: two that overlap, if there are."""
+
+    def __init__(self, entries: list[tuple[str, ChunkEntry]]) -> None:
+        self.entries = entries
+        self.boxes = [entry.box for _, entry in entries]
+        common = zip(entries, self.boxes, strict=True)
+        self.twice = first_overlap([box for (_, entry), box in common if not entry.ranks])
+        self.overlaps = Overlaps(self.boxes)
+
+
 class Catalog:
-    """What a checkpoint holds, by name: the index turned inside out."""
+    """What a checkpoint holds, by name: the index turned inside out.
+
+    Args:
+        specs: of the checkpoint, as its parts number them.
+        parts: of the index.
+        derived: FQNs whose param is the cast of the master.
+        aliases: tied name -> name.
+        keep: will it be asked for the same tensors many times? Then what was worked out for one is kept.
+    """
 
     def __init__(
         self,
@@ -112,7 +144,10 @@ class Catalog:
         parts: Iterable[IndexPart],
         derived: Iterable[str],
         aliases: Mapping[str, str],
+        *,
+        keep: bool = False,
     ) -> None:
+        self._kept: dict[tuple[tuple[str, str], int | None], Stored] | None = {} if keep else None
         self.order = tuple(specs)
         self.specs = {spec.key: spec for spec in specs}
         self.derived = frozenset(derived)
@@ -142,6 +177,15 @@ class Catalog:
         common = [pair for pair in entries if not pair[1].ranks]
         return common + [pair for pair in entries if rank is not None and rank in pair[1].ranks]
 
+    def look(self, spec: TensorSpec, rank: int | None) -> Stored:
+        """Return the chunks of :meth:`stored`, ready to be looked up by box."""
+        key = (spec.key, rank)
+        if self._kept is None:
+            return Stored(self.stored(spec, rank))
+        if key not in self._kept:
+            self._kept[key] = Stored(self.stored(spec, rank))
+        return self._kept[key]
+
 
 def build_load_plan(
     catalog: Catalog,
@@ -168,31 +212,39 @@ def build_load_plan(
     sources: dict[int, TensorSpec] = {}
     after: set[int] = set()
     used: set[tuple[str, str]] = set()
-    missing: dict[str, None] = {}  # dicts as ordered sets: several pieces of one tensor are one line
-    dtypes: dict[str, None] = {}
-    shapes: dict[str, None] = {}
+    missing: list[str] = []
+    dtypes: list[str] = []
+    shapes: list[str] = []
+    swapped: list[str] = []
+    pieces: dict[TensorSpec, list[int]] = {}
     for t, target in enumerate(targets):
-        spec = target.spec
+        pieces.setdefault(target.spec, []).append(t)
+    wanted = {spec.key for spec in pieces}
+    for spec, numbers in pieces.items():
         optional = spec.role == PARAM and spec.fqn in rebuilt
         source = _source(catalog, spec)
+        if source is None:
+            source = _stand_in(catalog, spec, wanted)
+            swapped += [spec.fqn] if source is not None else []
         if source is not None:
             used.update(_siblings(source))
         if optional:
             # Rebuilt from the master by the engine; only bytes that cannot be rebuilt are read.
             stored = source is not None and source.role == PARAM and source.fqn in catalog.derived
             if source is not None and stored and source.dtype == spec.dtype:
-                sources[t] = source
-                after.add(t)
+                sources.update(dict.fromkeys(numbers, source))
+                after.update(numbers)
         elif source is None:
-            missing[f"{spec}"] = None
+            missing.append(f"{spec}")
         elif source.shape != spec.shape:
-            shapes[f"{spec}: the checkpoint has shape {list(source.shape)}"] = None
+            shapes.append(f"{spec}: the checkpoint has shape {list(source.shape)}")
         else:
-            sources[t] = source
+            sources.update(dict.fromkeys(numbers, source))
             if source.dtype != spec.dtype and not is_count(source, spec):
-                dtypes[f"{spec}: the checkpoint has {source.dtype} ({source.role})"] = None
+                dtypes.append(f"{spec}: the checkpoint has {source.dtype} ({source.role})")
     if shapes:
         raise LayoutError("checkpoint and engine have tensors of different shape", tuple(shapes))
+    sources = dict(sorted(sources.items()))
     unused = frozenset(n for n, spec in enumerate(catalog.order) if spec.key not in used)
     reads: _Reads = {}
     late: _Reads = {}
@@ -202,16 +254,32 @@ def build_load_plan(
             _add_reads(catalog, source, now, targets, own_copies_of, reads, may_lack=False)
         if later:
             _add_reads(catalog, source, later, targets, own_copies_of, late, may_lack=True)
-    difference = Difference(tuple(missing), tuple(dtypes), unused, bool(late))
+    difference = Difference(tuple(missing), tuple(dtypes), unused, bool(late), swapped=tuple(swapped))
     return LoadPlan(_in_file_order(reads), _in_file_order(late), sources, difference)
 
 
 def _source(catalog: Catalog, spec: TensorSpec) -> TensorSpec | None:
     if spec.role not in (PARAM, MASTER):
         return catalog.find(spec.fqn, spec.role)
-    roles = (PARAM, MASTER) if spec.role == PARAM else (MASTER, PARAM)
+    return _first_of(catalog, spec, (PARAM, MASTER) if spec.role == PARAM else (MASTER, PARAM))
+
+
+def _first_of(catalog: Catalog, spec: TensorSpec, roles: Iterable[str]) -> TensorSpec | None:
+    """Return what the checkpoint has of a tensor in one of these roles: of the wanted dtype, else the first."""
     found = [s for s in (catalog.find(spec.fqn, role) for role in roles) if s is not None]
     return next((s for s in found if s.dtype == spec.dtype), found[0] if found else None)
+
+
+def _stand_in(catalog: Catalog, spec: TensorSpec, wanted: set[tuple[str, str]]) -> TensorSpec | None:
+    """Return the buffer that a weight may be filled from, or the weight that a buffer may be.
+
+    Of another shape it is another tensor. And what is ``wanted`` in its own role too is not lent to a second one.
+    """
+    others = {BUFFER: (PARAM, MASTER), PARAM: (BUFFER,), MASTER: (BUFFER,)}.get(spec.role, ())
+    if any((spec.fqn, role) in wanted for role in others):
+        return None
+    found = _first_of(catalog, spec, others)
+    return found if found is not None and found.shape == spec.shape else None
 
 
 def _siblings(source: TensorSpec) -> tuple[tuple[str, str], ...]:
@@ -244,7 +312,7 @@ def _add_reads(
     may_lack: bool,
 ) -> None:
     boxes = [targets[t].box for t in numbers]
-    covered = _cover(source, catalog.stored(source, rank), boxes, numbers, into)
+    covered = _cover(source, catalog.look(source, rank), boxes, numbers, into)
     wanted = {t: box.volume for t, box in zip(numbers, boxes, strict=True)}
     short = [t for t in numbers if covered.get(t, 0) < wanted[t]]
     if short and source.role == PARAM and source.fqn in catalog.derived and not may_lack:
@@ -252,7 +320,7 @@ def _add_reads(
         if master is not None:
             # Not stored because it was proved to equal cast(master): read the master where no param bytes are.
             gaps = [targets[t].box for t in short]
-            covered = _cover(master, catalog.stored(master, rank), gaps, short, into, turn=0)
+            covered = _cover(master, catalog.look(master, rank), gaps, short, into, turn=0)
             short = [t for t in short if covered.get(t, 0) < wanted[t]]
     if short and not may_lack:
         t = short[0]
@@ -263,23 +331,24 @@ def _add_reads(
 
 def _cover(
     source: TensorSpec,
-    entries: list[tuple[str, ChunkEntry]],
+    held: Stored,
     boxes: list[Box],
     numbers: list[int],
     into: _Reads,
     turn: int = 1,
 ) -> dict[int, int]:
     covered: dict[int, int] = {}
-    twice = first_overlap([entry.box for _, entry in entries if not entry.ranks])
-    if twice is not None:  # would count as covered what is not
-        raise MalformedData(f"{source}: the index lists overlapping chunks {twice[0]} and {twice[1]}")
-    own = [entry.box for _, entry in entries]
-    for e, b, common in overlaps(own, boxes):
-        key, entry = entries[e]
+    if held.twice is not None:  # would count as covered what is not
+        raise MalformedData(f"{source}: the index lists overlapping chunks {held.twice[0]} and {held.twice[1]}")
+    for e, b, common in held.overlaps.of(boxes):
+        key, entry = held.entries[e]
         order = 2 if entry.ranks else turn
         # Not by place: equal content of two boxes is stored once, one place in a pack can be several chunks.
-        identity = (source.key, entry.box, order)
-        into.setdefault(identity, ChunkRead(key, source, entry, order)).uses.append(Use(numbers[b], common))
+        identity = (source.key, held.boxes[e], order)
+        read = into.get(identity)
+        if read is None:
+            read = into[identity] = ChunkRead(key, source, entry, order)
+        read.uses.append(Use(numbers[b], common))
         if not entry.ranks:
             covered[numbers[b]] = covered.get(numbers[b], 0) + common.volume
     return covered

@@ -40,6 +40,9 @@ SHARE = 8
 MIN_PIECE = 4 << 10
 """Never cut a replicated cell finer than this many bytes; below it a chunk's entry in the index costs more."""
 
+FEW = 8
+"""Ranks of a group that are hashed in no time."""
+
 Holders = tuple[int, ...]
 """The ranks that hold something, ascending."""
 Exchange = Callable[[Holders, int], Sequence[int]]
@@ -155,10 +158,16 @@ def groups_of(cells: Mapping[TensorSpec, Sequence[Cell]], derived: frozenset[str
     """Sort cells by their holder set. Each group lists them by spec, then in the order given."""
     groups: dict[Holders, Group] = {}
 
+    known: dict[int, Group] = {}  # many ranks by identity: to hash them for each of their cells would cost the square
+
     def group(ranks: Holders) -> Group:
-        found = groups.get(ranks)
+        found = known.get(id(ranks)) if len(ranks) > FEW else None
         if found is None:
-            found = groups[ranks] = Group(ranks, frozenset(ranks))
+            found = groups.get(ranks)
+            if found is None:
+                found = groups[ranks] = Group(ranks, frozenset(ranks))
+            if len(ranks) > FEW:
+                known[id(ranks)] = found
         return found
 
     masters = {spec.fqn: cells[spec] for spec in cells if spec.role == MASTER}
@@ -174,8 +183,10 @@ def groups_of(cells: Mapping[TensorSpec, Sequence[Cell]], derived: frozenset[str
                         one.add(Cell(spec, box, ranks))
         else:
             for cell in cells[spec]:
-                if cell.box.volume:
-                    group(cell.ranks).add(cell)
+                if nbytes := cell.nbytes:
+                    one = group(cell.ranks)
+                    one.cells.append(cell)
+                    one.nbytes += nbytes
     return groups
 
 
@@ -186,11 +197,14 @@ def _over_masters(params: Sequence[Cell], masters: Sequence[Cell]) -> Iterator[t
         pairs = zip(params, masters, strict=True)
         yield from ((param.ranks, (param.box,), master) for param, master in pairs if param.box.volume)
         return
-    found: dict[tuple[int, Holders], list[tuple[int, Box]]] = {}
+    order = sorted({cell.ranks for cell in params})
+    number = {ranks: n for n, ranks in enumerate(order)}
+    numbers = [number[cell.ranks] for cell in params]
+    found: dict[tuple[int, int], list[tuple[int, Box]]] = {}
     for m, p, common in overlaps(theirs, ours):
-        found.setdefault((m, params[p].ranks), []).append((p, common))
-    for m, ranks in sorted(found):  # the same order in every view, whatever else is in it
-        yield ranks, tuple(box for _, box in sorted(found[m, ranks])), masters[m]
+        found.setdefault((m, numbers[p]), []).append((p, common))
+    for m, n in sorted(found):  # the same order in every view, whatever else is in it
+        yield order[n], tuple(box for _, box in sorted(found[m, n])), masters[m]
 
 
 def plan_group(group: Group, loads: Sequence[int], sizes: Mapping[Holders, int], chunk_bytes: int) -> GroupPlan:
@@ -203,11 +217,13 @@ def plan_group(group: Group, loads: Sequence[int], sizes: Mapping[Holders, int],
         chunk_bytes: largest chunk in bytes.
     """
     limit = _cut_limit(group.ranks, sizes, chunk_bytes)
-    chunks = [
-        Chunk(cell.spec, piece, group.ranks)
-        for cell in group.cells
-        for piece in cell.box.cut(max(1, limit // cell.spec.itemsize))
-    ]
+    chunks: list[Chunk] = []
+    for cell in group.cells:
+        if cell.nbytes <= limit:  # one piece, and no generator for it: of a large job most are
+            chunks.append(Chunk(cell.spec, cell.box, group.ranks))
+        else:
+            pieces = cell.box.cut(max(1, limit // cell.spec.itemsize))
+            chunks += [Chunk(cell.spec, piece, group.ranks) for piece in pieces]
     owners, own = _elect(chunks, group, loads)
     proofs: dict[int, Box] = {}
     turns: dict[Holders, Iterator[int]] = {}

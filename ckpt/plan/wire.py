@@ -44,9 +44,19 @@ def encode_layout(layout: RankLayout) -> bytes:
     number = {spec: i for i, spec in enumerate(specs)}
     shards = sorted((number[s.spec], s.box.offsets, s.box.sizes) for s in layout.shards)
     table = [(s.fqn, s.role, s.dtype, s.shape) for s in specs]
-    held = msgspec.msgpack.encode(_Wire(table, shards, sorted(layout.aliases), sorted(layout.derived)))
     groups = [(axis, runs_of(ranks)) for axis, ranks in sorted(layout.groups)]
+    held = msgspec.msgpack.encode(_Wire(table, shards, sorted(layout.aliases), sorted(layout.derived)))
     return msgspec.msgpack.encode(_Envelope(held, groups, sorted(layout.unused)))
+
+
+def encode_rows(
+    specs: list[tuple[str, str, str, tuple[int, ...]]],
+    shards: list[tuple[int, tuple[int, ...], tuple[int, ...]]],
+    aliases: list[tuple[str, str]],
+    derived: list[str],
+) -> bytes:
+    """Return what :func:`encode_layout` returns of a layout without groups, whose rows are known, ascending."""
+    return msgspec.msgpack.encode(_Envelope(msgspec.msgpack.encode(_Wire(specs, shards, aliases, derived)), [], []))
 
 
 def decode_layouts(encoded: Sequence[bytes]) -> list[RankLayout]:

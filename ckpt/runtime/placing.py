@@ -15,6 +15,7 @@ from ckpt.runtime.staging import copy_into, tensor_over
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from ckpt.layout.box import Box
     from ckpt.plan.load_plan import ChunkRead
     from ckpt.plan.read_plan import Places, Unit
     from ckpt.runtime.pieces import Piece
@@ -114,7 +115,11 @@ class Chunks:
                     source = chunk[use.box.relative_to(read.entry.box)]
                     if source.dtype != target.tensor.dtype and is_count(read.spec, target.spec):
                         source = _exact(source, target)
-                    copy_into(target.tensor[use.box.relative_to(target.box)], source)
+                    self.copy(target, use.box, source)
+
+    def copy(self, target: Piece, box: Box, source: torch.Tensor) -> None:
+        """Copy what a chunk has of elements ``box`` into a target; who wants to know of each copy overrides it."""
+        copy_into(target.tensor[box.relative_to(target.box)], source)
 
 
 def _exact(number: torch.Tensor, target: Piece) -> torch.Tensor:

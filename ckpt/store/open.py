@@ -76,6 +76,36 @@ def address(store: Store) -> str:
     return found
 
 
+def url_below(url: str, key: str) -> str:
+    """Return what a store's ``url`` is of an object of it: of S3 the endpoint stays behind.
+
+    >>> url_below("/runs", "a.pt"), url_below("s3://b/runs?endpoint=http://h:1", "a.pt")
+    ('/runs/a.pt', 's3://b/runs/a.pt?endpoint=http://h:1')
+    """
+    place, endpoint = _split(url)
+    return f"{place.rstrip('/')}/{key}{endpoint}"
+
+
+def store_above(store: Store) -> Store | None:
+    """Return the store of the folder that a store's root lies in; None if there is none, or none that has an address.
+
+    Raises:
+        StoreError: a connection that has to be made first failed.
+    """
+    try:
+        place, endpoint = _split(address(store))
+    except ConfigError:
+        return None
+    above, _, name = place.rstrip("/").rpartition("/")
+    return open_store(above + endpoint) if name and "://" in above and not above.endswith("//") else None
+
+
+def _split(url: str) -> tuple[str, str]:
+    """Return a store's ``url`` in two: the place, and of S3 its endpoint, from the question mark on."""
+    place, mark, query = url.partition("?") if url.startswith("s3://") else (url, "", "")
+    return place, mark + query
+
+
 def check_apart(source: str, destination: str) -> None:
     """Check that what is written does not become a part of what is read. Both: a store's ``url``.
 
@@ -84,7 +114,7 @@ def check_apart(source: str, destination: str) -> None:
     """
     if source == destination:
         raise ConfigError(f"SRC and DST are the same, {source}")
-    (above, _, where), (below, _, there) = source.partition("?"), destination.partition("?")  # of S3: the endpoint
+    (above, where), (below, there) = _split(source), _split(destination)
     if where == there and below.startswith(above.rstrip("/") + "/"):
         raise ConfigError(f"DST {destination} lies inside of SRC {source}, which is only read")
 

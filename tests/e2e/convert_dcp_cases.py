@@ -71,8 +71,11 @@ def save_megatron(
     start(**layout)
     job = make_engine(**engine)
     train(job, 2)
-    report = ckpt.save(job, f"{root}/ours")
     chunks, optimizer, scheduler = job
+    for chunk in chunks:
+        if chunk.ddp_config.overlap_param_gather:  # left to the next forward pass
+            chunk.start_param_sync(force_sync=True)
+    report = ckpt.save(job, f"{root}/ours")
     state: dict[str, Any] = {"checkpoint_version": 3.0, "iteration": 2, "opt_param_scheduler": scheduler.state_dict()}
     for i, chunk in enumerate(chunks):
         name = f"model{i}" if len(chunks) > 1 else "model"

@@ -103,6 +103,24 @@ MEGATRONS: dict[str, tuple[int, dict[str, Any], dict[str, Any], dict[str, Any]]]
             "singleton_local_shards": False,
         },
     ),
+    "tp 2 x pp 2, tied, buckets": (
+        4,
+        {"tp": 2, "pp": 2},
+        {"dtype": "bfloat16", "distributed": True},
+        {"distrib_optim_sharding_type": "dp_reshardable"},
+    ),
+    "experts, small buckets": (
+        2,
+        {"ep": 2},
+        {"experts": 4, "layers": 2, "distributed": True, "overlap": True, "config": {"add_bias_linear": False}},
+        {"distrib_optim_sharding_type": "dp_reshardable"},
+    ),
+    "virtual stages, joined buckets": (
+        2,
+        {"pp": 2, "virtual": 2},
+        {"dtype": "float16", "distributed": True, "tied": False},
+        {"distrib_optim_sharding_type": "dp_zero_gather_scatter"},
+    ),
 }
 
 

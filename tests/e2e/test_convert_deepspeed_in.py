@@ -54,7 +54,7 @@ JOBS: dict[str, tuple[int, dict[str, Layout], dict[str, Any]]] = {
         {
             "zero 0, fp32": gpt(0, "fp32"),
             "zero 0, bf16": gpt(0),
-            "zero 0, frozen": gpt(0, model=FROZEN),
+            "zero 0, frozen": gpt(0, model=FROZEN, scheduler=False),  # no warm-up: norms differ in 16 bits
             "zero 1, frozen": gpt(1, model=FROZEN),
             "zero 1, BF16_Optimizer": gpt(1, grad_accum_dtype="fp32"),
             "zero 2, fp16": gpt(2, "fp16"),
@@ -137,7 +137,7 @@ def test_an_import_is_the_state_of_the_live_engine(job: str, name: str, written:
     imported = open_deepspeed(store, store.url, options=ReadOptions(rules=rules))
     # DeepSpeed names neither the optimizer's class nor, with elastic_checkpoint, its groups.
     same(imported, root, but=("optimizer",) if "Lion" in name or "elastic" in name else ())
-    assert any("random generators" in note for note in imported.notes)
+    assert any("random generators" in note for note in imported.usual)
 
 
 @pytest.mark.parametrize(("job", "name"), [(job, name) for job, names in UNIVERSAL.items() for name in names])

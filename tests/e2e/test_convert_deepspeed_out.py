@@ -5,12 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from ckpt.convert.deepspeed.read import open_deepspeed
 from ckpt.convert.deepspeed.write import write_deepspeed
 from ckpt.convert.deepspeed.write_universal import write_universal
+from ckpt.convert.find import open_source
 from ckpt.convert.options import WEIGHTS, ReadOptions, WriteOptions
 from ckpt.convert.ours.read import open_ours
+from ckpt.convert.safetensors.write import write_safetensors
 from ckpt.convert.target import target_of
 from ckpt.layout.rules import Rules
 from ckpt.store.local import LocalStore
@@ -117,7 +120,21 @@ def test_universal_serves_zero_3_and_weights_go_alone(source) -> None:
         write_deepspeed(opened, LocalStore(path), target, options)
         script = zero == 3 or options.roles != WEIGHTS
         cases.append({"path": path, "engine": {**source.engine, "stage": zero}, "script": script})
-    assert ranks(2, f"{CASES}:load_weights", root=source.root, cases=cases, timeout=120).values() == [[[], [], []]] * 2
+    # A file of weights does not say what is frozen in the engine, nor what is a buffer.
+    store = LocalStore(f"{source.root}/weights")
+    write_safetensors(opened, store, target_of(opened, roles=WEIGHTS), WriteOptions(roles=WEIGHTS))
+    kept = (f"{source.root}/weights/model.safetensors", f"{source.root}/plain.safetensors")
+    held = load_file(kept[0])
+    save_file({**held, **{name: held[listed].clone() for name, listed in opened.aliases.items()}}, kept[1])
+    for zero in (0, 1, 3):
+        path = f"{source.root}/weights-{len(cases)}"
+        plain = open_source(kept[1], options=ReadOptions())
+        target = target_of(plain, dp=2, zero=zero, engine="deepspeed")
+        write_deepspeed(plain, LocalStore(path), target, WriteOptions())
+        flag = {} if zero else {"flag": "load_module_only=True"}
+        cases.append({"path": path, "engine": {**source.engine, "stage": zero}, "script": False, **flag})
+    found = ranks(2, f"{CASES}:load_weights", root=source.root, cases=cases, timeout=120).values()
+    assert found == [[[] for _ in cases]] * 2
 
 
 @pytest.mark.parametrize(("dtype", "stage"), [("bf16", 3), ("fp16", 1)])
@@ -133,6 +150,17 @@ def test_low_precision_with_masters(tmp_path, dtype, stage) -> None:
         (report,) = source.load(1, [source.native("none", source.ours, 1, 0)])
         assert report["wrong"] == []
         assert report["settings"] == source.settings
+        cases = []
+        for zero in (0, 2):
+            path = f"{tmp_path}/weights-{zero}"
+            target = target_of(source.ours, dp=1, zero=zero, engine="deepspeed", roles=WEIGHTS)
+            written = write_deepspeed(source.ours, LocalStore(path), target, WriteOptions(roles=WEIGHTS))
+            said = next(line for line in written.made if "load it with" in line)
+            case = {"path": path, "engine": {**source.engine, "stage": zero}, "script": False, "masters": True}
+            cases.append({**case, "flag": "load_module_only=True"} if "load_module_only=True" in said else case)
+        assert ["flag" in case for case in cases] == [True, False]
+        found = ranks(1, f"{CASES}:load_weights", root=source.root, cases=cases, timeout=120).values()
+        assert found == [[[], []]]
 
 
 def crossed(root: Path, layout: dict[str, Any], world: int, targets: list[tuple[str, int, Any, Any]]) -> None:
@@ -158,6 +186,17 @@ def test_tensor_parallelism_with_fused_weights_and_a_padded_vocabulary(tmp_path)
         ("theirs", 2, {**plain, "stage": 2}, {"dp": 2, "tp": 1}),
     ]
     crossed(tmp_path, {**cut, "stage": 1, "tp": 2}, 2, targets)
+
+
+@pytest.mark.parametrize("stages", [1, 3])
+def test_a_pipeline_without_zero_has_no_names_and_loses_nothing(tmp_path, stages) -> None:
+    """With three stages the last begins with a layer that has no buffer: no file says where it is."""
+    layout = {"kind": "pp", "dtype": "fp32", "gas": 2, "rules": {}, "untied": True, "stage": 0}
+    targets: list[tuple[str, int, Any, Any]] = [
+        ("theirs", 1, {**layout, "pp": 1}, {"dp": 1, "pp": 1}),
+        ("theirs" if stages > 1 else "ours", 1, {**layout, "pp": 1, "stage": 1}, {"dp": 1, "pp": 1}),
+    ]
+    crossed(tmp_path, {**layout, "pp": stages}, stages, targets)
 
 
 def test_stages_of_a_pipeline_are_moved(tmp_path) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+import torch
 from click.testing import CliRunner
 from safetensors.numpy import save
 
@@ -22,9 +24,9 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.usefixtures("s3_environment")
 
 
-def run(*arguments: str | Path) -> Any:
+def run(*arguments: str | Path, code: int = 0) -> Any:
     result = CliRunner().invoke(cli, [*map(str, arguments), "--json"])
-    assert result.exit_code == 0, (result.output, result.exception)
+    assert result.exit_code == code, (result.output, result.exception)
     return json.loads(result.stdout)
 
 
@@ -44,3 +46,21 @@ def test_from_a_file_in_a_bucket_through_every_store(moto: S3Server, tmp_path: P
         done = run("reshard", src, dst, "--to", to, "--dp", "2", "--verify")
         assert done["verified"] == {"equal": True, "tensors": 3, "unequal": [], "overflowed": 0}
         assert run("diff", src, dst)["equal"]
+
+
+def test_a_file_of_torch_in_a_bucket_is_compared_with_its_checksums(moto: S3Server, tmp_path: Path) -> None:
+    name, prefix = moto.place()
+    bucket = f"s3://{name}/{prefix}{{}}?endpoint={moto.url}"
+    data = io.BytesIO()
+    torch.save({f"layers.{n}.weight": torch.arange(12.0).reshape(3, 4) + n for n in range(3)}, data)
+    raw = bytearray(data.getvalue())
+    file = bucket.format("/model.pt")
+    open_store(bucket.format("")).put("model.pt", raw)
+    assert run("import", file, tmp_path / "good", "--check-source")["checked"]["files"] == 1
+    error = run("import", file, file, code=2)["error"]
+    assert error["message"] == f"SRC and DST are the same, {file}"
+    raw[raw.index(torch.tensor([9.0, 10.0, 11.0, 12.0]).numpy().tobytes())] ^= 1
+    open_store(bucket.format("")).put("model.pt", raw, overwrite=True)
+    error = run("import", file, tmp_path / "dst", "--check-source", code=3)["error"]
+    assert f"{file}: record 'data/1'" in error["message"]
+    assert not (tmp_path / "dst").exists()

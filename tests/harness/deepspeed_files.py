@@ -193,6 +193,24 @@ def write_plain(folder: Path, model: Model, dp: int, optimizer: dict[str, Any], 
     torch.save({"module": model.module(), **common, "optimizer": optimizer}, folder / "mp_rank_00_model_states.pt")
 
 
+def write_plain_pipeline(
+    folder: Path, layers: dict[int, Tensors], optimizers: list[dict[str, Any]], **more: Any
+) -> None:
+    """Write a checkpoint of a pipeline without ZeRO: number -> what the file of a layer holds, an optimizer a stage."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for number, held in layers.items():
+        torch.save(held, folder / f"layer_{number:02d}-model_00-model_states.pt")
+    size = {
+        "mp_world_size": len(optimizers),
+        "checkpoint_parallel_dimensions": {"pp_degree": len(optimizers), "tp_degree": 1},
+    }
+    for stage, optimizer in enumerate(optimizers):
+        common = Model([]).common(
+            1, 0, **{"param_shapes": None, "shared_params": None, "ds_config": {}, **size, **more}
+        )
+        torch.save({"module": None, **common, "optimizer": optimizer}, folder / f"mp_rank_{stage:02d}_model_states.pt")
+
+
 def _save_optimizer(folder: Path, rank: int, mp: int, held: dict[str, Any]) -> None:
     name = f"bf16_zero_pp_rank_{rank}_mp_rank_{mp:02d}_optim_states.pt"
     torch.save({"optimizer_state_dict": held, "ds_config": {}, "ds_version": "0.19.8"}, folder / name)

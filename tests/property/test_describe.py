@@ -1,4 +1,4 @@
-"""Closed-form holdings against the general path: every rank's exact layout through the shard graph."""
+"""Closed forms against the general path: every rank's exact layout, by itself and through the shard graph."""
 
 from __future__ import annotations
 
@@ -11,8 +11,13 @@ from ckpt.describe.exact import rank_layout
 from ckpt.describe.model import Described, ModelSpec, Split, Tied
 from ckpt.describe.parallel import STATE, Parallel
 from ckpt.describe.placement import Description
+from ckpt.describe.world import World
 from ckpt.errors import ConfigError
+from ckpt.layout.box import Box
 from ckpt.layout.graph import ShardGraph
+from ckpt.layout.spec import RankLayout, Shard, TensorSpec
+from ckpt.plan.save_plan import build_save_plan
+from ckpt.plan.wire import encode_layout, encode_rows
 from tests.harness.descriptions import ENGINES_AND_STAGES, canonical
 
 HEAD = 2
@@ -87,3 +92,22 @@ def test_closed_form_equals_the_graph_of_all_ranks(model, data):
     graph = ShardGraph.build([rank_layout(description, rank) for rank in range(parallel.ranks)])
     assert graph.problems == ()
     assert canonical(holdings(description)) == canonical(holdings_of(graph))
+
+
+@given(models(), st.data())
+def test_all_ranks_at_once_are_each_rank_by_itself(model, data):
+    parallel = data.draw(layouts(model))
+    everywhere = [TensorSpec("nothing", "param", "float32", (0, 3))][: data.draw(st.integers(0, 1))]
+    try:
+        description = Description(model, parallel)
+    except ConfigError:
+        assume(False)
+        raise
+    shards = tuple(Shard(spec, Box.whole(spec.shape)) for spec in everywhere)
+    found = [rank_layout(description, rank) for rank in range(parallel.ranks)]
+    alone = [RankLayout(one.rank, one.shards + shards, one.aliases, one.derived) for one in found]
+    graph, world = ShardGraph.build(alone), World(description, everywhere)
+    assert world.graph() == graph
+    assert build_save_plan(world.graph()) == build_save_plan(graph)
+    encoded = {one.rank: encode_rows(one.specs, one.shards, one.aliases, one.derived) for one in world.ranks()}
+    assert [encoded[rank] for rank in range(parallel.ranks)] == [encode_layout(one) for one in alone]

@@ -76,6 +76,9 @@ def test_a_flat_range_of_a_tiling_is_where_it_says(data) -> None:
         window = slice(part.start, part.start + math.prod(part.sizes))
         seen[places[window].reshape(part.sizes)[part.index]] += 1
     assert (seen == 1).all()  # and all the rest is padding
+    assert list(tiling.boxes(start, stop)) == [box for box, _ in tiling.of_range(start, stop)]
+    if not runs and local == shape:
+        assert tiling.is_whole
 
 
 @given(

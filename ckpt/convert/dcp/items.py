@@ -12,13 +12,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckpt.convert.torchfile.file import Stored, read_tree
-from ckpt.errors import MalformedData, UnsupportedFeature
+from ckpt.convert.torchfile.names import kind_of
+from ckpt.errors import DigestMismatch, MalformedData, UnsupportedFeature
 from ckpt.store.forward import Forward
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from ckpt.convert.dcp.metadata import Place, TensorItem
+    from ckpt.convert.options import ReadOptions
     from ckpt.layout.box import Box
     from ckpt.store.base import Store
 
@@ -66,12 +68,13 @@ class _Span(Forward):
         return self.inner.get(key, start, nbytes)
 
 
-def read_items(store: Store, items: Sequence[Item], *, trust_pickle: bool) -> list[Any]:
+def read_items(store: Store, items: Sequence[Item], options: ReadOptions) -> list[Any]:
     """Return what each item holds: a :class:`Found`, or a tree of plain values (with ``Stored`` where tensors are).
 
     Raises:
         ObjectNotFound: a file is not there.
         UnsupportedFeature: a value needs a class that is not on the list.
+        DigestMismatch: a pickle is not the one that was written.
         MalformedData: a file that is cut off, or not what the metadata says.
     """
     results: list[Any] = [None] * len(items)
@@ -82,7 +85,7 @@ def read_items(store: Store, items: Sequence[Item], *, trust_pickle: bool) -> li
         together = len(group) > 1 or last.nbytes <= SMALL
         span = _Span(store, sizes, first.key, first.start, last.start + last.nbytes - first.start if together else 0)
         for n in group:
-            results[n] = _read(span, items[n], trust_pickle)
+            results[n] = _read(span, items[n], options)
 
     order = sorted(range(len(items)), key=lambda n: (items[n].place.key, items[n].place.start))
     with ThreadPoolExecutor(READERS, "ckpt-dcp") as pool:
@@ -111,11 +114,13 @@ def _groups(items: Sequence[Item], order: Iterable[int]) -> Iterator[list[int]]:
         yield group
 
 
-def _read(store: Store, item: Item, trust_pickle: bool) -> Any:
-    place = item.place
+def _read(store: Store, item: Item, options: ReadOptions) -> Any:
+    place, trust = item.place, options.trust_pickle
     try:
-        tree = read_tree(store, place.key, trust_pickle=trust_pickle, start=place.start, nbytes=place.nbytes)
-    except (MalformedData, UnsupportedFeature) as error:
+        tree = read_tree(
+            store, place.key, trust_pickle=trust, start=place.start, nbytes=place.nbytes, seen=options.seen
+        )
+    except (DigestMismatch, MalformedData, UnsupportedFeature) as error:
         raise type(error)(f"{item.label}: {error}") from error
     if not isinstance(tree, Stored):
         return tree
@@ -135,7 +140,7 @@ def check_found(item: Item, tensor: TensorItem, box: Box, found: Any) -> Stored:
         MalformedData: no tensor is there, or one of another dtype or shape than the metadata says.
     """
     if not isinstance(found, Found):
-        raise MalformedData(f"{item.label}: found a {type(found).__name__}, expected a tensor")
+        raise MalformedData(f"{item.label}: found a {kind_of(found)}, expected a tensor")
     stored = found.stored
     if (stored.dtype, stored.shape) != (tensor.dtype, box.sizes):
         raise MalformedData(

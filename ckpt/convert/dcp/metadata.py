@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from ckpt.convert.torchfile.names import MAX_DIMS, Inert, Named, Names
+from ckpt.convert.torchfile.names import MAX_DIMS, Inert, Named, Names, kind_of
 from ckpt.convert.torchfile.pickle_machine import run_pickle
 from ckpt.convert.torchfile.zip_read import RangeFile
 from ckpt.errors import ConfigError, MalformedData, ObjectNotFound, UnsupportedFeature
@@ -227,7 +227,7 @@ class _Reader:
 
     def fields(self, record: Any, kind: str) -> dict[Any, Any]:
         if not isinstance(record, Inert) or record.name != kind:
-            found = record.name if isinstance(record, Inert) else type(record).__name__
+            found = kind_of(record)
             raise self.wrong(f"a {found} where a {kind} is expected")
         return {**dict(zip(_FIELDS.get(kind, ()), record.args, strict=False)), **record.attributes}
 
@@ -243,7 +243,7 @@ class _Reader:
 
     def of(self, kind: type[T], value: Any, what: str) -> T:
         if not isinstance(value, kind):
-            raise self.wrong(f"{what} is a {type(value).__name__}, expected a {kind.__name__}")
+            raise self.wrong(f"{what} is a {kind_of(value)}, expected a {kind.__name__}")
         return value
 
     def wrong(self, what: str) -> MalformedData:

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 EXTRA_STATE = "_extra_state"
 _MAX_DIGITS = 10
+_BY_NAME = "param_to_group_meta"
+"""Where Megatron's FSDP (``fsdp_dtensor``) has the options of each parameter; there are no groups then."""
 _MODELS = ("model", "module", "models", "state_dict", "model_state_dict", "model_state", "net", "network")
 _OPTIMIZERS = ("optim", "optimizer", "optimizers", "opt", "optim_state", "optimizer_state_dict")
 
@@ -43,13 +45,14 @@ class OptimizerKeys:
 @dataclass(slots=True)
 class Structure:
     """``model``: key of a tensor -> its name, in the module's order. ``extra``: key -> (module with extra state, place
-    in that state). ``others``: keys of everything else.
+    in that state). ``others``: keys of everything else. ``lost``: a line for each optimizer that is left out.
     """
 
     model: dict[str, str] = field(default_factory=dict)
     extra: dict[str, tuple[str, Path]] = field(default_factory=dict)
     optimizers: list[OptimizerKeys] = field(default_factory=list)
     others: list[str] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -60,8 +63,10 @@ class _Rest:
     options: dict[str, str] = field(default_factory=dict)
 
 
-def structure_of(metadata: Metadata, where: str) -> Structure:
+def structure_of(metadata: Metadata, where: str, *, weights: bool = False) -> Structure:
     """Tell the keys apart.
+
+    ``weights``: nothing else is wanted; an optimizer that does not fit the model is left out, and no error.
 
     Raises:
         UnsupportedFeature: it cannot be told which tensors are the model's, or whose state an optimizer has.
@@ -87,8 +92,14 @@ def structure_of(metadata: Metadata, where: str) -> Structure:
             found.model[key] = name
         else:
             found.others.append(key)
-    for optimizer, rest in zip(found.optimizers, rests, strict=True):
-        _split(optimizer, rest, found.model.values(), where)
+    for optimizer, rest in zip(tuple(found.optimizers), rests, strict=True):
+        try:
+            _split(optimizer, rest, found.model.values(), where)
+        except UnsupportedFeature as error:
+            if not weights:
+                raise
+            found.optimizers.remove(optimizer)
+            found.lost.append(str(error))
     return found
 
 
@@ -110,17 +121,20 @@ def _optimizer(metadata: Metadata, root: str, keys: Iterable[str]) -> tuple[Opti
     start = f"{root}." if root else ""
     numbered = f"{start}param_groups.0.params" in metadata.values  # told by number, where paths are not known
     found.groups = f"{start}param_groups" if f"{start}param_groups" in metadata.values else ""
+    keys = list(keys)
+    name_of = _without_modules if any(key.startswith(f"{start}{_BY_NAME}.") for key in keys) else clean_name
     for key in keys:
         below = key[len(start) :]
         kind, _, tail = below.partition(".")
-        if not key.startswith(start) or kind not in ("state", "param_groups") or not tail:
+        if not key.startswith(start) or kind not in ("state", "param_groups", _BY_NAME) or not tail:
             continue
         steps = _below(metadata, key, root)
-        if kind == "state":
-            if len(steps) > 2 and steps[0] == "state":
-                found.state[key] = clean_name(str(steps[1])), ".".join(map(str, steps[2:]))
+        if kind in ("state", _BY_NAME):
+            split, whole = (found.state, rest.state) if kind == "state" else (found.options, rest.options)
+            if len(steps) > 2 and steps[0] == kind:
+                split[key] = name_of(str(steps[1])), ".".join(map(str, steps[2:]))
             else:
-                rest.state[key] = clean_name(tail)
+                whole[key] = name_of(tail)
         else:
             number, _, option = tail.partition(".")
             nested = steps[0] == "param_groups" if metadata.paths else numbered
@@ -129,6 +143,14 @@ def _optimizer(metadata: Metadata, root: str, keys: Iterable[str]) -> tuple[Opti
             else:
                 rest.options[key] = clean_name(tail)
     return found, rest
+
+
+def _without_modules(name: str) -> str:
+    """Return a name without the wrappers around the model, of which Megatron's FSDP has more here than elsewhere."""
+    name = clean_name(name)
+    while name.startswith("module."):
+        name = name.removeprefix("module.")
+    return name
 
 
 def _below(metadata: Metadata, key: str, root: str) -> tuple[str | int, ...]:
@@ -227,5 +249,5 @@ def _split(optimizer: OptimizerKeys, rest: _Rest, names: Iterable[str], where: s
     if unknown:
         raise UnsupportedFeature(
             f"{where}: optimizer {optimizer.root!r} has state of parameters that the model lacks: "
-            f"{some(sorted(unknown))}; the model has {some(sorted(known))}"
+            f"{some(sorted(unknown))}; the model has {some(sorted(known))} (it can be read alone: --roles weights)"
         )

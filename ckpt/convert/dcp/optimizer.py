@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ckpt.errors import MalformedData, UnsupportedFeature
+from ckpt.convert.torchfile.optimizer import Unmatched, only_way
+from ckpt.errors import MalformedData
 from ckpt.words import some
 
 if TYPE_CHECKING:
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
 Group = dict[str, Any]
 """``params``: names; ``options``: the rest, as :func:`ckpt.engine.shared_groups.capture_groups` has them."""
 
-MAX_WAYS = 10_000
-"""Ways to number the parameters that are followed at once."""
 MAX_COUNT = 2**63
 _ADDED = frozenset({"initial_lr", "param_names", "name", "swa_lr"})
 """Options that no optimizer has by itself: schedulers and users add them."""
@@ -64,7 +63,7 @@ def groups_of(
         where: for messages.
 
     Raises:
-        UnsupportedFeature: parameters by number, and not exactly one way to name them.
+        Unmatched: parameters by number, and not exactly one way to name them.
         MalformedData: groups without the list of their parameters.
     """
     by_number: dict[int, dict[str, Any]] = {}
@@ -87,7 +86,7 @@ def groups_of(
         members.append(params)
         groups.append({"params": params, "options": options})
     if any(type(p) is int for params in members for p in params):
-        names = _names_of_numbers(members, shapes, state_shapes, f"{where}: optimizer {keys.root!r}")
+        names = _names_of_numbers(members, shapes, state_shapes)
         for group in groups:
             group["params"] = [names[str(p)] for p in group["params"]]
     return groups, names
@@ -112,45 +111,16 @@ def _names_of_numbers(
     members: Sequence[Sequence[Any]],
     shapes: Mapping[str, tuple[int, ...]],
     state_shapes: Mapping[str, Sequence[tuple[int, ...]]],
-    where: str,
 ) -> dict[str, str]:
-    """Return number -> name: every group lists its parameters in the module's order, as scripts make them.
-
-    The module's tensors are gone through; each is the next parameter of a group, or of none (a buffer, a tied name).
-    """
-    left = tuple(len(params) for params in members)
-    ways: dict[tuple[int, ...], tuple[Any, ...] | None] = {(0,) * len(members): ()}  # None: more than one way
-    for name, shape in shapes.items():
-        after: dict[tuple[int, ...], tuple[Any, ...] | None] = {}
-        for at, way in ways.items():
-            moves: list[tuple[tuple[int, ...], Any]] = [(at, way)]
-            for g, params in enumerate(members):
-                if at[g] < len(params) and _may_be(shape, state_shapes.get(str(params[at[g]]), ())):
-                    step = way if way is None else (way, (str(params[at[g]]), name))
-                    moves.append(((*at[:g], at[g] + 1, *at[g + 1 :]), step))
-            for place, step in moves:
-                after[place] = None if place in after else step
-        ways = after
-        if len(ways) > MAX_WAYS:
-            break
-    found = ways.get(left)
-    if not found and any(members):
-        some_params = some([p for params in members for p in params])
-        raise UnsupportedFeature(
-            f"{where} knows its parameters by number ({some_params}), and the shapes of its state do not say in one "
-            "way only which those are: save what torch.distributed.checkpoint.state_dict.get_state_dict returns"
+    """Return number (as digits) -> name: every group lists its parameters in the module's order, as scripts do."""
+    numbers = [p for params in members for p in params]
+    found = only_way(members, shapes, {p: state_shapes.get(str(p), ()) for p in numbers})
+    if found is None:
+        raise Unmatched(
+            f"it knows its parameters by number ({some(numbers)}), and the shapes of its state do not say in one way "
+            "only which those are: save what torch.distributed.checkpoint.state_dict.get_state_dict returns"
         )
-    names: dict[str, str] = {}
-    while found:
-        found, (number, name) = found
-        names[number] = name
-    return names
-
-
-def _may_be(shape: tuple[int, ...], states: Sequence[tuple[int, ...]]) -> bool:
-    """Can a tensor of this shape be the parameter that has these states? Without any, whatever."""
-    kept = [one for one in states if one not in ((), (1,))]
-    return not kept or shape in kept
+    return {str(number): name for number, name in found.items()}
 
 
 def count_of(values: Iterable[float]) -> int:

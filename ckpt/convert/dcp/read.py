@@ -13,24 +13,29 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt.convert.dcp.items import Found, Item, boxes_of, check_found, equal_bytes, placed, read_items
 from ckpt.convert.dcp.metadata import METADATA, Metadata, TensorItem, read_metadata, world_of
-from ckpt.convert.dcp.names import Structure, structure_of
+from ckpt.convert.dcp.names import OptimizerKeys, Structure, structure_of
 from ckpt.convert.dcp.optimizer import count_of, groups_of, optimizer_class, scaler_of, scheduler_of
 from ckpt.convert.folders import chosen_folder, folders_with
 from ckpt.convert.opened import Builder, Loose
-from ckpt.convert.options import ReadOptions
+from ckpt.convert.options import WEIGHTS, ReadOptions
 from ckpt.convert.torchfile.file import Stored
+from ckpt.convert.torchfile.names import kind_of
+from ckpt.convert.torchfile.optimizer import Unmatched
 from ckpt.convert.torchfile.state_dict import role_of
 from ckpt.convert.torchfile.stored import add_stored, loaded
 from ckpt.engine.shared_state import NOT_OPTIMIZER_STATE
-from ckpt.errors import ConfigError, UnsupportedFeature
+from ckpt.errors import ConfigError, MalformedData, UnsupportedFeature
 from ckpt.layout.box import Box
 from ckpt.layout.spec import BUFFER, ITEMSIZE, PARAM
 from ckpt.runtime.extras import ENGINE, VALUE
 from ckpt.runtime.objects import encode_object
 from ckpt.store.base import Store
+from ckpt.store.open import url_below
 from ckpt.words import some
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from ckpt.convert.opened import Opened
 
 SMALL = 16 << 20
@@ -60,7 +65,7 @@ def open_dcp(store: Store, where: str, *, step: int | None = None, options: Read
         MalformedData: files that are not what the metadata says.
     """
     folder, number = chosen_folder(store, where, METADATA, step)
-    place = f"{where.rstrip('/')}/{folder}".rstrip("/") if folder else where
+    place = url_below(where, folder.rstrip("/")) if folder else where
     return _Opening(store, place, folder, number, options or ReadOptions()).run()
 
 
@@ -79,14 +84,17 @@ class _Opening:
     values: dict[str, Any] = field(default_factory=dict)
     groups: list[dict[str, Any]] = field(default_factory=list)
     classes: list[str] = field(default_factory=list)
+    named: list[OptimizerKeys] = field(default_factory=list)
+    """the optimizers of which it is known what they step"""
     builder: Builder = field(init=False)
     metadata: Metadata = field(init=False)
     structure: Structure = field(init=False)
 
     def run(self) -> Opened:
         self.metadata = read_metadata(self.store, self.where, self.folder, trust=self.options.trust_pickle)
-        self.structure = structure_of(self.metadata, self.where)
+        self.structure = structure_of(self.metadata, self.where, weights=self.options.roles == WEIGHTS)
         self.builder = Builder("dcp", self.where, self.store)
+        self.builder.lost += self.structure.lost
         self.builder.engine, self.builder.world = "torch", self._world()
         self._read()
         names = self._optimizers()
@@ -106,7 +114,7 @@ class _Opening:
         tensors = {key: one for key, one in self.metadata.tensors.items() if key not in left_out}
         items = [item for key, one in tensors.items() for item in boxes_of(key, one)]
         loose = [Item(key, place) for key, place in self.metadata.values.items()]
-        found = read_items(self.store, [*items, *loose], trust_pickle=self.options.trust_pickle)
+        found = read_items(self.store, [*items, *loose], self.options)
         self.values = {item.label: placed(one) for item, one in zip(loose, found[len(items) :], strict=True)}
         each = iter(zip(items, found, strict=False))
         for key, one in tensors.items():
@@ -129,35 +137,50 @@ class _Opening:
             if nbytes > SMALL:
                 found.update(keys)
                 what = f"{nbytes} bytes that are neither the model's nor an optimizer's"
-                self.builder.notes.append(f"{some(keys)}: {what}: left out")
+                self.builder.lost.append(f"{some(keys)}: {what}: left out")
         return found
 
     # ------------------------------------------------------------------------------------------------------ optimizer
 
     def _optimizers(self) -> set[str]:
         """Add the optimizers' state; return the names of what they step."""
-        tensors = self.metadata.tensors
-        shapes = {name: tensors[key].shape for key, name in self.structure.model.items()}
+        shapes = {name: self.metadata.tensors[key].shape for key, name in self.structure.model.items()}
         may_be = {name: shapes[name] for key, name in self.structure.model.items() if not self._is_buffer(key, name)}
         stepped: set[str] = set()
+        weights = self.options.roles == WEIGHTS
         for keys in self.structure.optimizers:
-            states: dict[str, list[tuple[int, ...]]] = {}
-            for key, (owner, _) in keys.state.items():
-                if key in tensors:
-                    states.setdefault(owner, []).append(tensors[key].shape)
-            groups, names = groups_of(keys, self.values, may_be, states, self.where)
-            self.groups += groups
-            self.classes += [optimizer_class(groups)] * len(groups)
-            stepped |= {name for group in groups for name in group["params"]}
-            for key, (owner, role) in keys.state.items():
-                name = names.get(owner, owner)
-                if name not in shapes:
-                    raise UnsupportedFeature(
-                        f"{self.where}: optimizer {keys.root!r} has state of parameter {owner!r}, which the model "
-                        f"lacks: {some(sorted(shapes))}"
-                    )
-                stepped.add(name)
-                self._state(key, name, role, shapes[name])
+            try:
+                stepped |= self._optimizer(keys, shapes, may_be)
+            except Unmatched as error:
+                self.builder.lost.append(f"the state of optimizer {keys.root!r} is left out: {error}")
+            except (UnsupportedFeature, MalformedData) as error:
+                if not weights:
+                    raise
+                self.builder.lost.append(f"the state of optimizer {keys.root!r} is left out: {error}")
+        return stepped
+
+    def _optimizer(
+        self, keys: OptimizerKeys, shapes: Mapping[str, tuple[int, ...]], may_be: Mapping[str, tuple[int, ...]]
+    ) -> set[str]:
+        """Add an optimizer's state; return the names of what it steps. ``may_be``: of ``shapes`` what may be those."""
+        states: dict[str, list[tuple[int, ...]]] = {}
+        for key, (owner, _) in keys.state.items():
+            if key in self.metadata.tensors:
+                states.setdefault(owner, []).append(self.metadata.tensors[key].shape)
+        groups, names = groups_of(keys, self.values, may_be, states, self.where)
+        stepped = {name for group in groups for name in group["params"]}
+        for key, (owner, role) in keys.state.items():
+            name = names.get(owner, owner)
+            if name not in shapes:
+                raise UnsupportedFeature(
+                    f"{self.where}: optimizer {keys.root!r} has state of parameter {owner!r}, which the model "
+                    f"lacks: {some(sorted(shapes))}"
+                )
+            stepped.add(name)
+            self._state(key, name, role, shapes[name])
+        self.named.append(keys)
+        self.groups += groups
+        self.classes += [optimizer_class(groups)] * len(groups)
         return stepped
 
     def _state(self, key: str, name: str, role: str, shape: tuple[int, ...]) -> None:
@@ -174,9 +197,7 @@ class _Opening:
         if value is None:
             return
         if type(value) not in _SCALARS:
-            raise UnsupportedFeature(
-                f"{self.where}: {key!r} is a {type(value).__name__}, expected a tensor or a number"
-            )
+            raise UnsupportedFeature(f"{self.where}: {key!r} is a {kind_of(value)}, expected a tensor or a number")
         dtype, form = _SCALARS[type(value)]
         self.builder.add_value(self.builder.spec(name, role, dtype, ()), struct.pack(form, value))
 
@@ -247,7 +268,7 @@ class _Opening:
                 try:
                     encode_object(rest, name)
                 except ConfigError as error:
-                    self.builder.notes.append(f"{error}: left out")
+                    self.builder.lost.append(f"{error}: left out")
                     continue
                 found.append((name, VALUE, rest))
                 self.builder.notes.append(f"{name}: neither the model's nor an optimizer's: carried as it is")
@@ -277,7 +298,7 @@ class _Opening:
         return [float(value) for value in values if isinstance(value, int | float)]
 
     def _optimizer_object(self) -> dict[str, Any] | None:
-        if not self.structure.optimizers:
+        if not self.named:
             return None
         if not all(self.classes) or not self.classes:
             self.builder.notes.append(
@@ -285,7 +306,7 @@ class _Opening:
             )
         groups = loaded(self.store, self.groups)
         names = list(dict.fromkeys(self.classes))
-        if len(self.structure.optimizers) > 1:
+        if len(self.named) > 1:
             groups = [{**group, "class": name} for group, name in zip(groups, self.classes, strict=True)]
         return {"groups": groups, "class": ", ".join(names)}
 
@@ -304,13 +325,13 @@ class _Opening:
                 continue
             value = self._value(key)
             if value is None and key in self.places:
-                self.builder.notes.append(f"{key}: a tensor in several parts among plain values: left out")
+                self.builder.lost.append(f"{key}: a tensor in several parts among plain values: left out")
                 continue
             path = tuple(map(str, self.metadata.path(key)[:1])) + self.metadata.path(key)[1:]
             try:
                 _put(found, path, loaded(self.store, value))
             except UnsupportedFeature as error:
-                self.builder.notes.append(f"{key}: {error}: left out")
+                self.builder.lost.append(f"{key}: {error}: left out")
         return {name: _as_lists(tree) for name, tree in found.items()}
 
 

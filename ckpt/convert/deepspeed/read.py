@@ -2,7 +2,7 @@
 
 DeepSpeed itself is never imported. Who is who among the files is in ``read_files`` and ``read_job``; names and
 tensors of the model in ``_model``, ``_pipe`` and ``_cuts``; the flat state of ZeRO in ``_zero`` and ``_optim``, that of
-jobs without ZeRO in ``_plain`` and ``_plain_state``; everything else in ``_objects``.
+jobs without ZeRO in ``_plain``, ``_plain_pipe`` and ``_plain_state``; everything else in ``_objects``.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from ckpt.convert.deepspeed.read_plain_state import PlainOptimizer
 from ckpt.convert.deepspeed.read_zero import is_zero3
 from ckpt.convert.opened import Builder, Opened
 from ckpt.convert.options import ReadOptions
-from ckpt.errors import MalformedData
+from ckpt.errors import ConfigError, MalformedData
 from ckpt.layout.rules import Rules
+from ckpt.store.open import url_below
 
 if TYPE_CHECKING:
     from ckpt.store.base import Store
@@ -58,7 +59,7 @@ def open_deepspeed(store: Store, where: str, *, step: int | None = None, options
     """
     options = options or ReadOptions()
     tag = pick_tag(store, where, native_tags(store), step, options)
-    place = f"{where.rstrip('/')}/{tag}" if tag else where
+    place = url_below(where, tag) if tag else where
     with plausible(place):
         job = Job.of(Files.of(store, tag, place, options))
         if step is not None and job.step != step:
@@ -80,6 +81,8 @@ def _read(job: Job) -> Opened:
     model.add()
     optimizer = Optimizer(model)
     wrapper = ""
+    if files.options.optimizer_step is not None and not files.optim:
+        raise ConfigError(f"{files.where}: no file *_optim_states.pt of ZeRO whose count of steps there is to say")
     if files.optim:
         optimizer.add()
         wrapper = _wrapper(optimizer.first[0])
@@ -94,6 +97,7 @@ def _read(job: Job) -> Opened:
         plain.add()
         wrapper = plain.wrapper
     cuts.check()
+    builder.splits.update(cuts.splits)
     builder.degrees.update({"dp": job.dp, "tp": job.tp, "pp": job.pp, "ep": _experts(optimizer), "zero": job.zero})
     builder.objects += objects_of(model, optimizer.first, optimizer.groups, wrapper)
     builder.notes[:] = dict.fromkeys(builder.notes)

@@ -12,9 +12,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from ckpt.describe.model import Split, refuse
 from ckpt.errors import LayoutError, UnsupportedLayout
 from ckpt.layout.rules import Rules, tiling_of
-from ckpt.layout.tiling import Runs, Tiling, length, take
+from ckpt.layout.tiling import Runs, Tiling, balanced, length, take
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,13 +29,17 @@ _ROW = ("parameter_with_row_parallelism_patterns",)
 
 @dataclass(slots=True)
 class Cuts:
-    """Tilings of one checkpoint. ``info``: its ``universal_checkpoint_info``. ``problems``: what cannot be placed."""
+    """Tilings of one checkpoint. ``info``: its ``universal_checkpoint_info``. ``problems``: what cannot be placed;
+    ``wrong``: what rules say that cannot be. ``splits``: see :class:`~ckpt.convert.opened.Opened`.
+    """
 
     where: str
     tp: int
     rules: Rules
     info: Mapping[str, Any]
     problems: dict[str, None] = field(default_factory=dict)
+    wrong: dict[str, None] = field(default_factory=dict)
+    splits: dict[str, Split | None] = field(default_factory=dict)
     _known: dict[tuple[str, Shape, int], Tiling] = field(default_factory=dict)
 
     def tiling(
@@ -67,7 +72,14 @@ class Cuts:
         return any(self.info.get(name) for name in _REPLICATED)
 
     def check(self) -> None:
-        """Raise :class:`UnsupportedLayout` with every problem, if there is any."""
+        """Raise an error with every problem, if there is any.
+
+        Raises:
+            ConfigError: rules do not fit the tensors of the files.
+            UnsupportedLayout: nothing says how they were cut.
+        """
+        if self.wrong:
+            refuse(f"{self.where}: a rule is wrong, or of another layout", self.wrong)
         if self.problems:
             raise UnsupportedLayout(
                 f"{self.where}: nothing says how tensor parallelism cut its tensors: give --rules (docs/rules.md)",
@@ -82,16 +94,22 @@ class Cuts:
     ) -> Tiling:
         rule = self.rules.rule_for(fqn)
         if rule is not None:
-            return tiling_of(rule, own, rank, self.tp)
+            try:
+                return tiling_of(rule, own, rank, self.tp)
+            except LayoutError as error:
+                said = str(error) if str(error).startswith("rule ") else f"rule '{rule.match}': {error}"
+                self.wrong.setdefault(f"tensor {fqn!r}: {said}")
+                return Tiling.whole(own)
         if self.tp == 1:
             return Tiling.whole(own)
         if any(shape is None for shape in shapes):
             raise LayoutError("not every rank of the tensor-parallel group holds it")
         if buffer and not self.rules.tensors and self._recorded:
+            self.splits[fqn] = None
             return Tiling.whole(own)
-        return self._by_record(local, [shape for shape in shapes if shape is not None], rank)
+        return self._by_record(fqn, local, [shape for shape in shapes if shape is not None], rank)
 
-    def _by_record(self, local: str, shapes: Sequence[Shape], rank: int) -> Tiling:
+    def _by_record(self, fqn: str, local: str, shapes: Sequence[Shape], rank: int) -> Tiling:
         info, own = self.info, shapes[rank]
         reasons = info.get("autotp_unsupported_parameter_patterns") or {}
         for pattern, reason in reasons.items() if isinstance(reasons, dict) else ():
@@ -100,19 +118,47 @@ class Cuts:
         if _any(info, ("parameter_to_average_patterns",), local):
             raise LayoutError("it differs between tensor-parallel ranks, and is averaged when DeepSpeed converts it")
         if _any(info, _REPLICATED, local):
+            self.splits[fqn] = None
             return Tiling.whole(own)
         fused = _fused(info, local, shapes, self.tp)
         if fused is not None:
             dim, widths = fused
-            return _cut(shapes, rank, dim, widths)
+            return self._cut(fqn, shapes, rank, dim, widths)
         if _any(info, _ROW, local):
-            return _cut(shapes, rank, 1, [[shape[1] for shape in shapes if len(shape) > 1]])
+            return self._cut(fqn, shapes, rank, 1, [[shape[1] for shape in shapes if len(shape) > 1]])
         if not self._recorded:
             raise LayoutError("no rule explains it (a whole one needs a rule without dim)")
         if not own:
             raise LayoutError("a single number, which the record does not name as whole")
         size = info.get("original_vocab_size") if _any(info, ("vocabulary_parameter_patterns",), local) else None
-        return _cut(shapes, rank, 0, [[shape[0] for shape in shapes]], size if isinstance(size, int) else None)
+        size = size if isinstance(size, int) else None
+        return self._cut(fqn, shapes, rank, 0, [[shape[0] for shape in shapes]], size)
+
+    def _cut(
+        self,
+        fqn: str,
+        shapes: Sequence[Shape],
+        rank: int,
+        dim: int,
+        widths: Sequence[Sequence[int]],
+        size: int | None = None,
+    ) -> Tiling:
+        found = _cut(shapes, rank, dim, widths, size)
+        split = _split(dim, widths, size)
+        if split is not None:
+            self.splits[fqn] = split
+        return found
+
+
+def _split(dim: int, widths: Sequence[Sequence[int]], size: int | None) -> Split | None:
+    """Return what is recorded as widths; None if ranks differ, and by more than one row."""
+    parts = tuple((sum(one), sum(one)) for one in widths) if len(widths) > 1 else ()
+    if size is not None:
+        return Split(dim, vocabulary=True)
+    if all(len(set(one)) == 1 for one in widths):
+        return Split(dim, parts)
+    even = [[length(balanced(((0, sum(one)),), len(one), n)) for n in range(len(one))] for one in widths]
+    return Split(dim, parts, balanced=True) if even == [list(one) for one in widths] else None
 
 
 def _cut(

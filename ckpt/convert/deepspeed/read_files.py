@@ -8,11 +8,12 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from ckpt.convert.options import ReadOptions
 from ckpt.convert.torchfile.file import Inert, read_tree
+from ckpt.convert.torchfile.names import kind_of
 from ckpt.errors import CkptError, ConfigError, MalformedData, MissingChunk, NoSuchCheckpoint, ObjectNotFound
 from ckpt.store.base import Store
 from ckpt.words import some
@@ -90,9 +91,10 @@ class Files:
 
     def read(self, key: str) -> dict[str, Any]:
         """Return what a file holds, as :func:`~ckpt.convert.torchfile.file.read_tree`; its tensors are not read."""
-        tree = read_tree(self.store, key, trust_pickle=self.options.trust_pickle)
+        options = self.options
+        tree = read_tree(self.store, key, trust_pickle=options.trust_pickle, seen=options.seen)
         if not isinstance(tree, dict):
-            raise MalformedData(f"{self.where}: {key} holds a {type(tree).__name__}, expected a dictionary")
+            raise MalformedData(f"{self.where}: {key} holds a {kind_of(tree)}, expected a dictionary")
         return tree
 
     def expect(self, present: dict[tuple[int, int], str], mp: int, dp: int, pattern: str, what: str) -> None:
@@ -171,16 +173,16 @@ def pick_tag(
             tag = store.get(pointer, 0, _MAX_LATEST).decode("utf-8", "replace").strip()
             if tag in tags:
                 return tag
-            raise NoSuchCheckpoint(f"{where}: {pointer} names {tag!r}, found {some(tags)}; name a step")
+            raise NoSuchCheckpoint(f"{where}: {pointer} names {tag!r}, found {some(tags)}: choose one (--step)")
     if len(tags) > 1:
         raise ConfigError(
-            f"{where}: no file {pointers[0]}, and several checkpoints ({some(tags)}): name a step or folder"
+            f"{where}: no file {pointers[0]}, and several checkpoints ({some(tags)}): choose one (--step)"
         )
     return tags[0]
 
 
 def _step_in(store: Store, tag: str, where: str, options: ReadOptions) -> int | None:
-    files = Files.of(store, tag, where, options)
+    files = Files.of(store, tag, where, replace(options, seen=None))  # of another checkpoint, perhaps
     if not files.model:
         return None
     step = files.read(files.model[min(files.model)]).get("global_steps")
@@ -226,7 +228,7 @@ def shapes_of(groups: Any, what: str) -> list[dict[str, tuple[int, ...]]]:
     if isinstance(groups, dict):  # one group, as DeepSpeed before 0.5 wrote it
         groups = [groups]
     if not isinstance(groups, list | tuple) or not all(isinstance(g, dict) for g in groups):
-        raise MalformedData(f"{what}: param_shapes is a {type(groups).__name__}, expected a list of dictionaries")
+        raise MalformedData(f"{what}: param_shapes is a {kind_of(groups)}, expected a list of dictionaries")
     found = []
     for group in groups:
         for name, shape in group.items():

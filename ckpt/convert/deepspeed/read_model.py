@@ -16,7 +16,7 @@ from ckpt.convert.deepspeed.read_job import Job, check_ranks
 from ckpt.convert.deepspeed.read_pieces import Claims, add_flat, add_stored
 from ckpt.convert.deepspeed.read_zero import optimizer_of
 from ckpt.convert.opened import Builder
-from ckpt.convert.torchfile.names import Stored
+from ckpt.convert.torchfile.names import Stored, kind_of
 from ckpt.engine.shared_partition import clean_name
 from ckpt.errors import MalformedData
 from ckpt.layout.spec import BUFFER, PARAM
@@ -63,7 +63,7 @@ class Model:
             model.buffers[mp] = set(_strings(tree.get("buffer_names"), where))
             held = {} if tree.get("module") is None else tree["module"]
             if not isinstance(held, dict):
-                raise MalformedData(f"{where}: the module is a {type(held).__name__}, expected a dictionary")
+                raise MalformedData(f"{where}: the module is a {kind_of(held)}, expected a dictionary")
             model.modules[mp] = dict(held)
             model.shapes[mp] = {n: t.shape for n, t in held.items() if isinstance(t, Stored)}
             if tree.get("param_shapes") is None and (mp, 0) in job.files.optim:
@@ -162,7 +162,7 @@ class Model:
                 self.extra.setdefault(module, {})[mp] = value
                 continue
             if not isinstance(value, Stored):
-                self.builder.notes.append(f"module entry {local!r} is a {type(value).__name__}, no tensor: left out")
+                self.builder.lost.append(f"module entry {local!r} is a {kind_of(value)}, no tensor: left out")
                 continue
             buffer = local in self.buffers[mp]
             fqn = self.name(mp, local)
@@ -202,7 +202,7 @@ class Model:
         """Return other name -> name under which DeepSpeed keeps the tensor: rank 0 of the job alone writes it down."""
         found = self.job.models[mp].get("shared_params") or self.job.models[0].get("shared_params") or {}
         if not isinstance(found, dict):
-            raise MalformedData(f"{self.job.files.model[mp, 0]}: shared_params is a {type(found).__name__}")
+            raise MalformedData(f"{self.job.files.model[mp, 0]}: shared_params is a {kind_of(found)}")
         kept = {name for names in self.groups[mp] for name in names}
         # By address below ZeRO-3, where all empty tensors have the same.
         return {
@@ -239,7 +239,7 @@ class Model:
         for (_, _, mp), key in sorted(self.job.files.experts.items()):
             for local, value in self.job.files.read(key).items():
                 if not isinstance(value, Stored):
-                    self.builder.notes.append(f"{key}: {local!r} is a {type(value).__name__}, no tensor: left out")
+                    self.builder.lost.append(f"{key}: {local!r} is a {kind_of(value)}, no tensor: left out")
                     continue
                 for m in range(self.job.mp):
                     self.shapes[m].setdefault(local, value.shape)

@@ -48,12 +48,9 @@ def objects_of(model: Model, optimizers: Mapping[int, dict[str, Any]], groups: G
                 for name, tree in trees.items():
                     ranks.setdefault((name, repr(tree)), (tree, []))[1].append(model.job.rank(mp, dp))
     found = [Loose(name, ENGINE, tuple(sorted(who)), tree) for (name, _), (tree, who) in ranks.items()]
-    model.builder.notes.append(
-        "DeepSpeed saves no random generators, so that a load leaves them as they are, and no number of micro-steps: "
-        "it is taken from the steps and gradient_accumulation_steps"
-    )
+    model.builder.usual.append("DeepSpeed saves no random generators: a load leaves them as they are")
     classes = {class_of(one) for one in groups.values() if one}
-    model.builder.notes += [
+    model.builder.usual += [
         f"DeepSpeed saves no class of the optimizer: {f'by its options it is {name}' if name else 'it stays unknown'}"
         for name in sorted(classes)
     ]
@@ -89,11 +86,15 @@ def _trees(
     }
     if not groups:
         model.builder.notes.append("no parameter groups of the optimizer: its hyperparameters are left out")
+        if optimizer:  # there is one, whose state was left out: so that a load misses it
+            found["optimizer"] = None
     else:
         found["optimizer"] = {"class": inner, "groups": [_group(model, group) for group in groups]}
     section = model.job.config.get("zero_optimization")
     if isinstance(section, dict) and section.get("round_robin_gradients"):
         found["setup"]["round_robin_gradients"] = True
+    if pipeline:
+        found["setup"]["pipeline"] = True
     modules = {n: _carried(model, f"extra state of {n!r}", one[mp]) for n, one in model.extra.items() if mp in one}
     if modules:
         found["modules"] = modules
@@ -103,11 +104,11 @@ def _trees(
 
 
 def _carried(model: Model, what: str, tree: Any) -> Any:
-    """Return a tree with its tensors, or None and a note if there is something in it that is no plain value."""
+    """Return a tree with its tensors, or None and a word on it if there is something in it that is no plain value."""
     try:
         return loaded(model.job.files.store, tree)
     except UnsupportedFeature as error:
-        model.builder.notes.append(f"{what} was left out: {error}")
+        model.builder.lost.append(f"{what} was left out: {error}")
         return None
 
 
@@ -214,14 +215,14 @@ def _client_state(model: Model) -> list[Loose]:
                 plain = loaded(model.job.files.store, value, MAX_CLIENT_BYTES)
                 document, tensors = encode_object(plain, f"client_state[{name!r}]")
             except (ConfigError, UnsupportedFeature) as error:
-                model.builder.notes.append(f"client_state[{name!r}] was left out: {error}")
+                model.builder.lost.append(f"client_state[{name!r}] was left out: {error}")
                 continue
             same = (name, f"{document!r}{[t.tolist() for t in tensors if t.numel() < 1000]}")
             ranks = [model.job.rank(mp, dp) for dp in range(model.job.dp)]
             found.setdefault(same, (plain, []))[1].extend(ranks)
     for held in ("data_sampler",):
         if model.job.models[0].get(held) is not None:
-            model.builder.notes.append(f"{held}: the state of DeepSpeed's own data sampler was left out")
+            model.builder.lost.append(f"{held}: the state of DeepSpeed's own data sampler was left out")
     if found:
         names = some(sorted({name for name, _ in found}))
         model.builder.notes.append(f"client_state is carried by name, for ckpt.load(extra=…): {names}")

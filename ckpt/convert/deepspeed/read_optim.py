@@ -15,7 +15,7 @@ from ckpt.convert.deepspeed.read_pieces import add_flat
 from ckpt.convert.deepspeed.read_steps import differs_alike, number_of, taken_by
 from ckpt.convert.deepspeed.read_zero import Cut, Partition, base_of, is_zero3, optimizer_of, part_sizes, zero3, zero12
 from ckpt.convert.torchfile.names import Stored
-from ckpt.errors import MalformedData, UnsupportedFeature
+from ckpt.errors import ConfigError, MalformedData, UnsupportedFeature
 from ckpt.layout.box import Box
 from ckpt.layout.spec import BUFFER, ITEMSIZE, MASTER, PARAM
 from ckpt.runtime.staging import as_tensor
@@ -156,7 +156,8 @@ class Optimizer:
         Raises:
             MalformedData: the counts differ, and the elements do too, or there are none to compare (ZeRO-3). Of what
                 can be compared each alone may be as it was saved: weights were edited, or an optimizer was started
-                anew.
+                anew. That the user says that this is its count is enough too.
+            ConfigError: the user says another count than the file.
         """
         job, key = self.model.job, self.model.job.files.model[mp, 0]
         taken, number = taken_by(job.models[mp]), number_of(job.files.store, step)
@@ -164,8 +165,17 @@ class Optimizer:
         differ = number is not None and number != taken if told is None else told != taken
         problem = f"{job.files.where}: files of several steps: {key} is of {taken} optimizer steps, {one.key} of "
         problem += f"{number if told is None else told:g}" if differ else ""
+        said = job.files.options.optimizer_step
+        if said is not None and number is not None and number != said:
+            raise ConfigError(
+                f"{job.files.where}: the optimizer is said to have taken {said} steps (--optimizer-step), "
+                f"{one.key} counts {number:g}"
+            )
         if differ and told is not None:
             raise MalformedData(problem)
+        if differ and number == said:
+            self.model.builder.notes.append(f"the optimizer counts {number:g} steps, the engine {taken}, as you say")
+            differ = False
         if differ and job.files.partitioned:
             if number - taken not in self._alike:
                 self._alike[number - taken] = differs_alike(job.files, key.rpartition("/")[0], number - taken)
@@ -173,7 +183,7 @@ class Optimizer:
             if not other and not self._may_count_otherwise(mp, number - taken):
                 raise MalformedData(
                     f"{problem} (an optimizer that was started anew looks alike where no other checkpoint of its job "
-                    "is beside it: DeepSpeed's ds_to_universal.py takes that, and what it writes is read)"
+                    f"is beside it: if it has taken {number:g} steps indeed, say so with --optimizer-step {number:g})"
                 )
             alike = f", as in {other}" if other else ""
             self.model.builder.notes.append(f"the optimizer counts {number:g} steps, the engine {taken}{alike}")

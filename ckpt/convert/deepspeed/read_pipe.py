@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt.convert.deepspeed.read_files import numel_of
 from ckpt.convert.deepspeed.read_optim import Optimizer
+from ckpt.convert.deepspeed.read_plain import shapes_by_name
 from ckpt.convert.deepspeed.read_zero import is_zero3, part_sizes
 from ckpt.convert.torchfile.names import Stored
 from ckpt.errors import MissingChunk
@@ -61,14 +62,17 @@ def gather_layers(model: Model) -> None:
                     model.shapes[mp].setdefault(f"{prefix}{name}", value.shape)
     _check_layers(model, stages)
     model.shape_groups()
-    if job.pp > 1:
+    if job.pp > 1 and job.files.optim:  # else nothing says that they differ
         _set_apart(model, stages, first_layers)
 
 
 def _check_layers(model: Model, stages: dict[int, _Stage]) -> None:
-    """Check that there is a file for every layer that the model's files name parameters or buffers of."""
-    tp = model.job.tp
-    missing = sorted({(n, mp % tp) for mp, one in stages.items() for n in one.layers} - model.job.files.layers.keys())
+    """Check that there is a file for every layer that the model's files name parameters or buffers of, but for stages
+    with experts: those have all of their module in one file.
+    """
+    tp, trees = model.job.tp, model.job.models
+    apart = {mp: one for mp, one in stages.items() if trees[mp].get("module") is None}
+    missing = sorted({(n, mp % tp) for mp, one in apart.items() for n in one.layers} - model.job.files.layers.keys())
     if missing:
         names = [f"layer_{n:02d}-model_{t:02d}-model_states.pt" for n, t in missing]
         raise MissingChunk(f"{model.job.files.where}: {some(names)} missing, of a pipeline of {model.job.pp} stage(s)")
@@ -80,6 +84,7 @@ def _stage(model: Model, mp: int) -> _Stage:
     shapes: dict[str, Any] = {
         name: shape if known else None for names in model.groups[mp] for name, shape in names.items()
     }
+    shapes |= shapes_by_name(model.job.models[mp].get("optimizer"))
     for name in (*shapes, *model.buffers[mp]):
         if m := _NUMBERED.fullmatch(name):
             found.layers.add(int(m[1]))

@@ -1,8 +1,9 @@
 """The optimizer of a DeepSpeed job without ZeRO: its state is numbered, and no file says which number is which name.
 
 It is found out. The parameters of a group come in the order of the module, in practice always, so that shapes leave few
-ways to deal them out; 16-bit jobs also keep the masters, which round to the parameters. Only if exactly one way is left
-the state is taken; else it is left out, and a note says of which parameters it cannot be told.
+ways to deal them out; 16-bit jobs also keep the masters, which round to the parameters. No file says what was frozen:
+wherever there are more parameters than the optimizer steps, any of them may be. Only if exactly one way is left the
+state is taken; else it is left out, and a note says of which parameters it cannot be told.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ if TYPE_CHECKING:
 
 _SAMPLE = 1024
 """Elements that are compared at the beginning, in the middle and at the end of a tensor."""
-_MAX_STATES = 20_000
+NAMES = "ckpt_reshard_names"
+"""What files written by a conversion say beside the groups: the names of each one's members; DeepSpeed skips it."""
+MAX_STATES = 20_000
 """Ways to deal out so far, above which it is given up: shapes that say nothing."""
 
 Shape = tuple[int, ...]
@@ -68,21 +71,15 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """``candidate`` is at position ``at`` of group ``group``: number of its item, or element of its flat tensor."""
+    """``candidate`` is at position ``at`` of group ``group``: number of its item, or element of its flat tensor.
+
+    ``shared``: an earlier stage of the pipeline has it too, and its copy counts.
+    """
 
     group: int
     at: int
     candidate: Candidate
-
-
-@dataclass(slots=True)
-class _Way:
-    """The best way to a state: modules in part and changes on it, how many are as good, and its last step."""
-
-    price: tuple[int, int]
-    count: int
-    taken: Taken | None
-    before: _Way | None
+    shared: bool = False
 
 
 _Steps = dict[tuple[int, ...], list[tuple[tuple[int, ...], Taken | None]]]
@@ -103,19 +100,39 @@ def groups_of(optimizer: dict[str, Any], where: str) -> tuple[list[Group], str]:
     listed = inner.get("param_groups") if isinstance(inner, dict) else None
     if not isinstance(listed, list) or (masters is not None and len(masters) != len(listed)):
         raise MalformedData(f"{where}: the optimizer's state has no param_groups, or not as many as it has masters")
-    states = inner.get("state") or {}
+    states, said = inner.get("state") or {}, _said(inner.get(NAMES))
     found = []
     for g, group in enumerate(listed):
-        numbers, names = list(group.get("params", ())), list(group.get("param_names") or ())
+        numbers, names = list(group.get("params", ())), said[g] if g < len(said) else group.get("param_names") or []
         own = [None] * len(numbers) if masters is None else masters[g]
         own = [own] if isinstance(own, Stored) else list(own)
         if len(own) != len(numbers):
             raise MalformedData(f"{where}: group {g} has {len(numbers)} parameters and {len(own)} masters")
         items = [_item(states.get(n) or {}, master) for n, master in zip(numbers, own, strict=True)]
         options = {k: v for k, v in group.items() if k not in ("params", "param_names")}
-        found.append(Group(items, wrapper == "FP16_Optimizer", options, names))
+        found.append(Group(items, wrapper == "FP16_Optimizer", options, [str(name) for name in names]))
     _count_together(found)
     return found, wrapper
+
+
+def shapes_by_name(optimizer: Any) -> dict[str, Shape | None]:
+    """Return what a stage's optimizer without ZeRO steps, where its file says names: shapes, None if not known."""
+    if not isinstance(optimizer, dict):
+        return {}
+    inner = optimizer.get("optimizer_state_dict", optimizer)
+    said = isinstance(inner, dict) and inner.get(NAMES)
+    found: dict[str, Shape | None] = {}
+    for group in groups_of(optimizer, "optimizer")[0] if said else ():
+        found |= dict.fromkeys(group.names)
+        if not group.flat:
+            found |= {name: item.shape for name, item in zip(group.names, group.items, strict=False)}
+    return found
+
+
+def _said(names: Any) -> list[list[str]]:
+    """Return the names of each group's members, where a file says them."""
+    groups = names if isinstance(names, list) else []
+    return [[str(name) for name in group] if isinstance(group, list) else [] for group in groups]
 
 
 def _item(state: dict[str, Any], master: Stored | None) -> Item:
@@ -144,7 +161,7 @@ def _count_together(groups: list[Group]) -> None:
 
 def deal(store: Store, groups: Sequence[Group], candidates: Sequence[Candidate]) -> list[Taken] | None:
     """Return which parameter each item is, or None if there is no way or more than one."""
-    named = _by_name(groups, candidates)
+    named = by_name(groups, candidates)
     if named is not None:
         return named
     needed = sum(group.end for group in groups)
@@ -152,7 +169,7 @@ def deal(store: Store, groups: Sequence[Group], candidates: Sequence[Candidate])
     spare = have - needed
     if spare < 0:
         return None
-    fits = _Fits(store, groups)
+    fits = Fits(store, groups)
     layers: list[_Steps] = []
     reached: set[tuple[int, ...]] = {(0,) * len(groups)}
     for candidate in candidates:
@@ -166,47 +183,12 @@ def deal(store: Store, groups: Sequence[Group], candidates: Sequence[Candidate])
             steps[state] = ways
         layers.append(steps)
         reached = {after for ways in steps.values() for after, _ in ways}
-        if len(reached) > _MAX_STATES:
+        if len(reached) > MAX_STATES:
             return None
     end = tuple(group.end for group in groups)
     if end not in reached:
         return None
-    valued = all(item.master is not None for group in groups for item in group.items)
-    return _only_way(layers, end) or (_simplest_way(layers, candidates, end) if valued else None)
-
-
-def _simplest_way(layers: list[_Steps], candidates: Sequence[Candidate], end: tuple[int, ...]) -> list[Taken] | None:
-    """Return the way that freezes fewest modules in part, and of these changes least often between stepped and frozen.
-
-    For parameters that have the same value in 16 bits (the weights of fresh norms): modules are frozen as a whole. None
-    if several ways are alike.
-    """
-    best: dict[tuple[tuple[int, ...], bool | None], _Way] = {((0,) * len(end), None): _Way((0, 0), 1, None, None)}
-    module = ""
-    for steps, candidate in zip(layers, candidates, strict=True):
-        inside = candidate.local.rpartition(".")[0]
-        found: dict[tuple[tuple[int, ...], bool | None], _Way] = {}
-        for (state, before), way in best.items():
-            for after, taken in steps[state]:
-                changed = before is not None and before != (taken is not None)
-                price = (way.price[0] + (changed and inside == module), way.price[1] + changed)
-                known = found.get((after, taken is not None))
-                if known is None or price < known.price:
-                    found[after, taken is not None] = _Way(price, way.count, taken, way)
-                elif price == known.price:
-                    known.count += way.count
-        best, module = found, inside
-    ends = [best[end, last] for last in (True, False) if (end, last) in best]
-    least = [way for way in ends if way.price == min(one.price for one in ends)]
-    if sum(way.count for way in least) != 1:
-        return None
-    dealt: list[Taken] = []
-    last: _Way | None = least[0]
-    while last is not None:
-        if last.taken is not None:
-            dealt.append(last.taken)
-        last = last.before
-    return dealt[::-1]
+    return _only_way(layers, end)
 
 
 def _only_way(layers: list[_Steps], end: tuple[int, ...]) -> list[Taken] | None:
@@ -223,16 +205,27 @@ def _only_way(layers: list[_Steps], end: tuple[int, ...]) -> list[Taken] | None:
     return found[::-1]
 
 
-def _by_name(groups: Sequence[Group], candidates: Sequence[Candidate]) -> list[Taken] | None:
-    by_name = {c.local: c for c in candidates}
-    if not groups or any(group.flat or len(group.names) != len(group.items) for group in groups):
+def by_name(groups: Sequence[Group], candidates: Sequence[Candidate]) -> list[Taken] | None:
+    """Return which parameter each item is, if the file says it of all; None if not."""
+    named = {c.local: c for c in candidates}
+    if not groups or any(name not in named for group in groups for name in group.names):
         return None
-    if any(name not in by_name for group in groups for name in group.names):
-        return None
-    return [Taken(g, n, by_name[name]) for g, group in enumerate(groups) for n, name in enumerate(group.names)]
+    found = []
+    for g, group in enumerate(groups):
+        at = 0
+        for name in group.names:
+            found.append(Taken(g, at, named[name]))
+            at += numel_of(named[name].shape) if group.flat else 1
+        if at != group.end or not all(_shaped(group, one) for one in found if one.group == g):
+            return None
+    return found
 
 
-class _Fits:
+def _shaped(group: Group, one: Taken) -> bool:
+    return group.flat or group.items[one.at].shape in (None, one.candidate.shape)
+
+
+class Fits:
     """Answers whether a parameter can be what a group has at a position, and keeps the answers."""
 
     def __init__(self, store: Store, groups: Sequence[Group]) -> None:
@@ -264,10 +257,11 @@ class _Fits:
                 sample(self._store, master, first + low, high - low).to(getattr(torch, value.dtype)),
                 sample(self._store, value, low, high - low),
             )
-            for low, high in _places(numel)
+            for low, high in places(numel)
         )
 
 
-def _places(numel: int) -> Iterator[tuple[int, int]]:
+def places(numel: int) -> Iterator[tuple[int, int]]:
+    """Yield the ranges of a tensor's elements that are compared."""
     for start in dict.fromkeys((0, max(0, (numel - _SAMPLE) // 2), max(0, numel - _SAMPLE))):
         yield start, min(numel, start + _SAMPLE)

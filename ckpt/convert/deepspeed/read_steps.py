@@ -6,6 +6,7 @@ one folder differ too, but not by what the folders beside it differ by.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ckpt.convert.deepspeed.read_files import Files, tags_of
@@ -40,7 +41,7 @@ def differs_alike(files: Files, tag: str, more: float) -> str:
 
 def _more(files: Files, tag: str) -> Any:
     try:
-        one = Files.of(files.store, tag, tag, files.options)
+        one = Files.of(files.store, tag, tag, replace(files.options, seen=None))
         taken = taken_by(one.read(one.model[0, 0]))
         key = one.optim[0, 0]
         states, _ = base_of(optimizer_of(one.read(key), key))

@@ -18,10 +18,11 @@ from ckpt.convert.deepspeed.read_zero import is_zero3
 from ckpt.convert.opened import Builder, Opened
 from ckpt.convert.options import ReadOptions
 from ckpt.convert.torchfile.file import read_tree
-from ckpt.convert.torchfile.names import Stored
+from ckpt.convert.torchfile.names import Stored, kind_of
 from ckpt.errors import MalformedData, MissingChunk, UnsupportedFeature
 from ckpt.layout.rules import Rules
 from ckpt.layout.spec import MASTER, PARAM
+from ckpt.store.open import url_below
 from ckpt.words import some
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ def open_universal(store: Store, where: str, *, step: int | None = None, options
     """
     options = options or ReadOptions()
     tag = pick_tag(store, where, _tags(store), step, options, ("latest_universal", LATEST))
-    place = f"{where.rstrip('/')}/{tag}" if tag else where
+    place = url_below(where, tag) if tag else where
     with plausible(place):
         job = Job.of(Files.of(store, tag, place, options), merged=True)
         if step is not None and job.step != step:
@@ -90,6 +91,7 @@ class _Reader:
         self._check(stepped)
         self.model.add(elsewhere=frozenset(stepped))
         self.model.cuts.check()
+        self.builder.splits.update(self.model.cuts.splits)
         state = self._state()
         for local, shape in stepped.items():
             self._add(local, shape)
@@ -133,7 +135,7 @@ class _Reader:
 
     def _tree(self, key: str) -> Any:
         files = self.job.files
-        return read_tree(files.store, key, trust_pickle=files.options.trust_pickle)
+        return read_tree(files.store, key, trust_pickle=files.options.trust_pickle, seen=files.options.seen)
 
     def _state(self) -> dict[str, Any]:
         key = f"{self.folder}/{STATE}"
@@ -164,7 +166,7 @@ class _Reader:
                 raise MalformedData(f"{key}: a file that DeepSpeed does not write")
             if role == _WEIGHT:
                 if not isinstance(held, Stored):
-                    raise MalformedData(f"{key}: a {type(held).__name__}, expected a tensor")
+                    raise MalformedData(f"{key}: a {kind_of(held)}, expected a tensor")
                 stripped = isinstance(value, dict) and bool(value.get("vocab_tensor"))
                 whole = self._whole(held, None if stripped else whole, key)
                 self._derive(fqn, mp, local, held.dtype, whole)
@@ -176,7 +178,7 @@ class _Reader:
             elif (isinstance(held, Stored) and held.volume == 1) or type(held) in (bool, int, float):
                 self.optimizer.add_scalar(key, role, held, [fqn])
             else:
-                found = list(held.shape) if isinstance(held, Stored) else type(held).__name__
+                found = list(held.shape) if isinstance(held, Stored) else kind_of(held)
                 raise MalformedData(f"{key}: {found}, expected {list(whole or ())} or one number")
 
     @staticmethod

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ckpt.convert.deepspeed.read_files import attributes, numel_of, whole
-from ckpt.convert.torchfile.names import Stored
+from ckpt.convert.torchfile.names import Stored, kind_of
 from ckpt.errors import MalformedData, UnsupportedFeature
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def base_of(optimizer: dict[str, Any]) -> tuple[list[dict[str, Any]], list[dict[
     if isinstance(base, list):
         return [one if isinstance(one, dict) else {} for one in base], []
     if not isinstance(base, dict) or not isinstance(base.get("param_groups"), list):
-        raise MalformedData(f"the state of the optimizer is a {type(base).__name__}, expected state and param_groups")
+        raise MalformedData(f"the state of the optimizer is a {kind_of(base)}, expected state and param_groups")
     states = base.get("state") or {}
     order = [number for group in base["param_groups"] for number in group.get("params", ())]
     return [states.get(number) or {} for number in order], base["param_groups"]
@@ -187,7 +187,7 @@ def zero3(key: str, optimizer: dict[str, Any], shapes: Sequence[Shapes], parts: 
 
 def _tensors(values: Any, count: int, key: str) -> list[Stored]:
     if not isinstance(values, list | tuple) or len(values) != count:
-        found = len(values) if isinstance(values, list | tuple) else f"a {type(values).__name__}"
+        found = len(values) if isinstance(values, list | tuple) else f"a {kind_of(values)}"
         raise MalformedData(f"{key}: expected the masters of {count} groups, found {found}")
     for value in values:
         if not isinstance(value, Stored) or len(value.shape) != 1 or not value.is_contiguous:

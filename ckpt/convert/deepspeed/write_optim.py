@@ -11,6 +11,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from ckpt.convert.deepspeed.read_plain import NAMES
 from ckpt.convert.deepspeed.write_slice import (
     SUB_GROUP,
     Filling,
@@ -38,7 +39,8 @@ VERSION = "0.19.8"
 @dataclass(slots=True)
 class Optimizer:
     """Makes the trees. ``dtype``: of the parameters that are stepped; ``sub_group``: elements, see
-    :data:`~ckpt.convert.deepspeed.write_slice.SUB_GROUP`. ``made``: what the source does not say.
+    :data:`~ckpt.convert.deepspeed.write_slice.SUB_GROUP`. ``ep``: expert-parallel ranks; groups of experts are cut over
+    those that have the same. ``made``: what the source does not say.
     """
 
     state: OptimizerState
@@ -47,6 +49,7 @@ class Optimizer:
     ranks: int
     dtype: str
     sub_group: int = SUB_GROUP
+    ep: int = 1
     made: list[str] = field(default_factory=list)
 
     @property
@@ -64,7 +67,8 @@ class Optimizer:
         return {**found, "zero_stage": self.stage, **parts}
 
     def _stage_1_or_2(self, held: Slice, rank: int) -> dict[str, Any]:
-        parts = [partition_of(group, self.ranks, rank) for group in held.groups]
+        sharing = [self.ep if group[0].expert else 1 for group in held.groups]  # neighbours have different experts
+        parts = [partition_of(g, self.ranks // n, rank // n) for g, n in zip(held.groups, sharing, strict=True)]
         state: dict[int, Any] = {}
         masters: list[Planned] = []
         for number, (group, part) in enumerate(zip(held.groups, parts, strict=True)):
@@ -80,7 +84,7 @@ class Optimizer:
             },
             "single_partition_of_fp32_groups": masters,
             "group_paddings": [part.padding for part in parts],
-            "partition_count": [self.ranks] * len(held.groups),
+            "partition_count": [self.ranks // n for n in sharing],
             "ds_version": VERSION,
             "param_slice_mappings": [_slice_mapping(group, p) for group, p in zip(held.groups, parts, strict=True)],
         }
@@ -157,7 +161,7 @@ class Optimizer:
                 state[number] = {r: whole_tensor(member, one[0]) for r, one in self._elementwise([member])}
                 state[number] |= self.state.scalars([member])
         state = {number: one for number, one in state.items() if one}
-        return {"state": state, "param_groups": self._param_groups(held, numbers)}
+        return {"state": state, "param_groups": self._param_groups(held, numbers), NAMES: _names(held)}
 
     def _is_fused(self, held: Slice) -> bool:
         """Is the optimizer DeepSpeed's FusedAdam? Of one whose class is not known, its options tell."""
@@ -180,7 +184,8 @@ class Optimizer:
             state[number] = {role: self._partition(group, one, everything) for role, one in self._elementwise(group)}
             state[number] |= self.state.scalars(group)
         groups = self._param_groups(held, [[number] for number in range(len(held.groups))])
-        inner = {"state": {number: one for number, one in state.items() if one}, "param_groups": groups}
+        state = {number: one for number, one in state.items() if one}
+        inner = {"state": state, "param_groups": groups, NAMES: _names(held)}
         return {"optimizer_state_dict": inner, "fp32_groups_flat": masters, "clip_grad": clip}
 
     # ------------------------------------------------------------------------------------------------------ all of them
@@ -198,6 +203,10 @@ def whole_tensor(member: Member, filling: Filling) -> Planned:
     return member.planned(filling)
 
 
+def _names(held: Slice) -> list[list[str]]:
+    return [[member.name for member in group] for group in held.groups]
+
+
 def _dtype(fillings: Sequence[Filling]) -> str:
     return next(f if isinstance(f, str) else f.dtype for f in fillings)
 
@@ -209,6 +218,6 @@ def _slice_mapping(group: Sequence[Member], part: Partition) -> OrderedDict[str,
         low, high = max(part.start, at), min(part.stop, at + member.numel)
         if low < high:
             address = {"numel": high - low, "start": low - part.start}
-            found[member.fqn] = Instance(Named("deepspeed.utils.tensor_fragment", "fragment_address"), address)
+            found[member.name] = Instance(Named("deepspeed.utils.tensor_fragment", "fragment_address"), address)
         at += member.numel
     return found

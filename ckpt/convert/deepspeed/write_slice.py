@@ -6,7 +6,8 @@ the right length fills the wrong parameters.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import prod
 from typing import TYPE_CHECKING, TypeVar
 
@@ -19,6 +20,7 @@ from ckpt.layout.tiling import Tiling
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from ckpt.convert.deepspeed.write_experts import Experts
     from ckpt.convert.target import Target
     from ckpt.describe.model import Described
 
@@ -34,10 +36,18 @@ Filling = TensorSpec | str
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One parameter or buffer as a slice has it; ``tiling.local`` is its shape there."""
+    """One parameter or buffer as a slice has it; ``tiling.local`` is its shape there. ``expert``: of something of an
+    expert, its name there, which counts the experts of one expert-parallel rank.
+    """
 
     fqn: str
     tiling: Tiling
+    expert: str = ""
+
+    @property
+    def name(self) -> str:
+        """What the slice calls it."""
+        return self.expert or self.fqn
 
     @property
     def local(self) -> tuple[int, ...]:
@@ -71,11 +81,11 @@ class Slice:
     buffers: tuple[Member, ...]
 
 
-def slices_of(target: Target) -> list[Slice]:
-    """Return all slices, by their number in file names."""
+def slices_of(target: Target, experts: Experts | None = None, rank: int = 0) -> list[Slice]:
+    """Return all slices, by their number in file names; those of one expert-parallel rank, if there are experts."""
     mesh = target.description.mesh.ranks
     first = sorted((int(mesh[p, t, 0]), p, t) for p in range(mesh.shape[0]) for t in range(mesh.shape[1]))
-    return [_slice(target, p, t, number) for number, (_, p, t) in enumerate(first)]
+    return [_slice(target, p, t, number, experts, rank) for number, (_, p, t) in enumerate(first)]
 
 
 def whole_slice(target: Target) -> Slice:
@@ -84,11 +94,22 @@ def whole_slice(target: Target) -> Slice:
     return _of_tensors(target, tensors, {t.fqn: Member(t.fqn, Tiling.whole(t.shape)) for t in tensors}, 0, 0, 0)
 
 
-def _slice(target: Target, stage: int, tensor_rank: int, number: int) -> Slice:
+def _slice(target: Target, stage: int, tensor_rank: int, number: int, experts: Experts | None, rank: int) -> Slice:
     description = target.description
-    tensors = description.on_stage[stage]
+    tensors = [t for t in description.on_stage[stage] if experts is None or experts.has(rank, t.fqn)]
     held = {t.fqn: Member(t.fqn, description.tiling(t, tensor_rank)) for t in tensors}
-    return _of_tensors(target, tensors, held, stage, tensor_rank, number)
+    found = _of_tensors(target, tensors, held, stage, tensor_rank, number)
+    return _of_expert_rank(found, experts, rank) if experts else found
+
+
+def _of_expert_rank(held: Slice, experts: Experts, rank: int) -> Slice:
+    """Return a slice without experts of other ranks, and with the names that they have on this one."""
+
+    def own(members: Sequence[Member]) -> tuple[Member, ...]:
+        return tuple(replace(m, expert=experts.local_name(m.fqn)) for m in members if experts.has(rank, m.fqn))
+
+    groups = tuple(map(own, held.groups))
+    return replace(held, groups=groups, frozen=own(held.frozen), params=own(held.params), buffers=own(held.buffers))
 
 
 def _of_tensors(
@@ -202,8 +223,17 @@ def pieces_of(tiling: Tiling, spec: Filling, start: int, stop: int) -> Iterator[
         return
     if spec.shape != tiling.shape:
         raise ConfigError(f"{spec} is cut like a tensor of shape {list(tiling.shape)}")
-    for local in boxes_of_range(tiling.local, start, stop):
-        yield from _in_order(tiling, spec, local)
+    for local in _boxes(tiling.local, start, stop):
+        if tiling.is_whole:
+            yield Shard(spec, local)
+        else:
+            yield from _in_order(tiling, spec, local)
+
+
+@lru_cache(maxsize=4096)
+def _boxes(shape: tuple[int, ...], start: int, stop: int) -> tuple[Box, ...]:
+    """Return ``boxes_of_range``: each rank has the same range of all roles, and of all tensors of one shape."""
+    return tuple(boxes_of_range(shape, start, stop))
 
 
 def _zeros(spec: Filling, count: int) -> int:

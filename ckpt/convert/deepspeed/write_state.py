@@ -93,6 +93,8 @@ class OptimizerState:
         self.specs = {spec.key: spec for spec in target.specs}
         self._roles: dict[str, dict[str, TensorSpec]] = {}
         self._values: dict[tuple[str, str], Any] = {}
+        self._fillings: dict[tuple[str, ...], dict[str, list[Filling]]] = {}
+        self._scalars: dict[tuple[str, ...], dict[str, Any]] = {}
         self.made: list[str] = []
         shapes = {t.fqn: t.shape for t in target.description.model.tensors}
         foreign = []
@@ -139,6 +141,12 @@ class OptimizerState:
         Raises:
             LayoutError: the members have it in different dtypes.
         """
+        key = tuple(member.fqn for member in members)
+        if key not in self._fillings:  # the same for all ranks' files
+            self._fillings[key] = self._elementwise(members)
+        return self._fillings[key]
+
+    def _elementwise(self, members: Sequence[Member]) -> dict[str, list[Filling]]:
         found: dict[str, list[Filling]] = {}
         held = [self._whole(member) for member in members]
         for role in dict.fromkeys(role for one in held for role in one):
@@ -162,6 +170,13 @@ class OptimizerState:
         Raises:
             LayoutError: they do not agree; names two of them.
         """
+        members = tuple(members)
+        key = tuple(member.fqn for member in members)
+        if key not in self._scalars:
+            self._scalars[key] = self._common(members)
+        return self._scalars[key]
+
+    def _common(self, members: Sequence[Member]) -> dict[str, Any]:
         found: dict[str, tuple[str, Any]] = {}
         for member in members:
             for role in self._roles.get(member.fqn, {}):

@@ -10,11 +10,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ckpt.convert.deepspeed.write import DeepSpeedFiles, file_of
+from ckpt.convert.deepspeed.write_experts import refuse_experts
 from ckpt.convert.deepspeed.write_optim import VERSION, whole_tensor
 from ckpt.convert.deepspeed.write_slice import Member, Slice, whole_slice
 from ckpt.convert.deepspeed.write_state import loss_scaler
 from ckpt.convert.file_writing import write_files
 from ckpt.convert.torchfile.pickle_write import Instance, Named
+from ckpt.describe.model import refuse
 from ckpt.describe.parallel import Parallel
 from ckpt.errors import ConfigError
 
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
     from ckpt.store.base import Store
 
 _ADAM = {"exp_avg", "exp_avg_sq"}
+_LONGEST = 255
+"""Bytes of a name in a file system."""
 _INFO = {"universal_checkpoint_version": 0.4}
 
 
@@ -50,6 +54,7 @@ def write_universal(opened: Opened, store: Store, target: Target, options: Write
     made = UniversalFiles(opened, target, options)
     if not made.has_optimizer:
         raise ConfigError("a universal checkpoint is loaded through the optimizer: it cannot hold weights alone")
+    made.check_names()
     files = [(f"{made.tag}/{key}", file_of(tree)) for key, tree in made.files()]
     written = write_files(opened, store, options, files, {"latest_universal": made.tag.encode()})
     return replace(written, format="universal", lost=(*made.lost, *made.unread()), made=made.made_up)
@@ -66,8 +71,12 @@ class UniversalFiles(DeepSpeedFiles):
     def _parallel(self) -> Parallel:
         return Parallel(engine="deepspeed", zero=1)
 
-    def _slices(self) -> list[Slice]:
-        return [whole_slice(self.target)]
+    def _experts(self) -> None:
+        """There is no place for them: engines would look for the experts of all ranks under the same names."""
+        refuse_experts(self.opened, self.target)
+
+    def _slices(self) -> list[list[Slice]]:
+        return [[whole_slice(self.target)]]
 
     def files(self) -> Iterator[tuple[str, Tree]]:
         """Yield (key, what makes the tree) of all files."""
@@ -112,6 +121,17 @@ class UniversalFiles(DeepSpeedFiles):
             "param_groups": options,
             "optimizer_state_dict": {"state": state, "param_groups": options},
         }
+
+    def check_names(self) -> None:
+        """Raise :class:`ConfigError` if a tensor's name cannot be that of a folder, which this format makes of it."""
+        problems = [
+            f"tensor {member.fqn!r:.300}"
+            for group in self.held.groups
+            for member in group
+            if any(part in ("", ".", "..") or len(part.encode()) > _LONGEST for part in member.fqn.split("/"))
+        ]
+        if problems:
+            refuse("a universal checkpoint has a folder for each parameter, and these are no names of one", problems)
 
     def unread(self) -> list[str]:
         """Return a line for each thing that is in the files and that DeepSpeed does not read back from them."""

@@ -19,8 +19,7 @@ if TYPE_CHECKING:
 
 STATE = re.compile(r"(?:chained_(?P<chain>\d+)\.)?optimizer\.state\.(?P<role>[^.]+)\.(?P<name>.+)")
 EXTRA = re.compile(r"(?P<name>.+)\._extra_state(?:/shard_(?P<place>[\d.]+)_(?P<shape>[\d.]+))?")
-BUCKETS = re.compile(r"(?:chained_\d+\.)?optimizer\.distributed\.")
-"""Keys of the distributed optimizer's buckets (``dp_reshardable`` and the older formats by ranks)."""
+OUTPUT, WORDS = "output_layer.weight", "embedding.word_embeddings.weight"
 ROLES = {"fp32_param": MASTER, "param": MASTER}
 _STACK = re.compile(r"(?:^|\.)layers\.(?!\d+\.)")
 _EXPERTS = re.compile(r"\.experts\.experts\.(?!\d+\.)")

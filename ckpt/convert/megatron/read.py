@@ -18,17 +18,22 @@ from ckpt.convert.dcp.items import Item, boxes_of, check_found, placed, read_ite
 from ckpt.convert.dcp.metadata import METADATA, Metadata, TensorItem, read_metadata, world_of
 from ckpt.convert.dcp.optimizer import count_of, optimizer_class
 from ckpt.convert.folders import chosen_folder, folders_with
-from ckpt.convert.megatron.names import BUCKETS, EXTRA, ROLES, STATE, Key
-from ckpt.convert.naming import natural
+from ckpt.convert.megatron.bucket_files import BELOW, BucketFiles
+from ckpt.convert.megatron.bucket_state import BucketState
+from ckpt.convert.megatron.groups import groups_of
+from ckpt.convert.megatron.names import EXTRA, OUTPUT, ROLES, STATE, WORDS, Key
 from ckpt.convert.opened import Builder, Loose
 from ckpt.convert.options import ReadOptions
 from ckpt.convert.torchfile.file import Stored, read_tree
+from ckpt.convert.torchfile.names import kind_of
 from ckpt.convert.torchfile.state_dict import role_of
 from ckpt.convert.torchfile.stored import add_stored, load_stored, loaded
 from ckpt.errors import MalformedData, UnsupportedFeature
+from ckpt.layout.box import Box
 from ckpt.layout.spec import BUFFER, ITEMSIZE, MASTER, PARAM
 from ckpt.runtime.extras import ENGINE, VALUE
 from ckpt.store.base import Store
+from ckpt.store.open import url_below
 from ckpt.words import some
 
 if TYPE_CHECKING:
@@ -36,13 +41,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from ckpt.convert.opened import Opened
-    from ckpt.layout.box import Box
 
 SAMPLE = 256
 """Elements of a parameter that are compared with the optimizer's copy."""
 COMMON, CONFIG = "common.pt", "metadata.json"
 _BUFFERS = ("expert_bias", "local_tokens_per_expert", "inv_freq")
-_OUTPUT, _WORDS = "output_layer.weight", "embedding.word_embeddings.weight"
+_KIND = "param_state_sharding_type"
 _SCHEDULER = "megatron.core.optimizer_param_scheduler.OptimizerParamScheduler"
 _OURS = frozenset({"is_expert_parallel", "params", "step"})
 """Keys of a group that are no settings: where experts are, members, and a count that each parameter gets."""
@@ -54,10 +58,14 @@ _MEGATRONS = frozenset({
 
 
 def is_megatron(store: Store) -> bool:
-    """Is there a Megatron-core checkpoint at the root of ``store``, or of a step below it? Looks at names only."""
+    """Is there a Megatron-core checkpoint at the root of ``store``, or of a step below it? Looks at names only.
+
+    Of a format that is not read as well (zarr, which has no ``.metadata``), so that it is told by its name.
+    """
     if store.size(COMMON) is not None:
-        return store.size(METADATA) is not None
-    return bool(folders_with(store, COMMON).keys() & folders_with(store, METADATA).keys())
+        return any(store.size(one) is not None for one in (METADATA, CONFIG))
+    beside = folders_with(store, METADATA).keys() | folders_with(store, CONFIG).keys()
+    return bool(folders_with(store, COMMON).keys() & beside)
 
 
 def open_megatron(store: Store, where: str, *, step: int | None = None, options: ReadOptions | None = None) -> Opened:
@@ -71,11 +79,11 @@ def open_megatron(store: Store, where: str, *, step: int | None = None, options:
 
     Raises:
         NoSuchCheckpoint, ObjectNotFound: no such checkpoint, or a file of it is not there.
-        UnsupportedFeature: another format of Megatron's (zarr, buckets of the distributed optimizer), named.
+        UnsupportedFeature: another format of Megatron's (zarr), or buckets whose content is not told by weights.
         MalformedData: files that are not what the metadata says.
     """
     folder, _ = chosen_folder(store, where, COMMON, step)
-    place = f"{where.rstrip('/')}/{folder}".rstrip("/") if folder else where
+    place = url_below(where, folder.rstrip("/")) if folder else where
     return _Opening(store, place, folder, options or ReadOptions()).run()
 
 
@@ -92,6 +100,7 @@ class _Opening:
     chains: dict[str, int] = field(default_factory=dict)
     """name of a parameter -> which optimizer of a chain has its state"""
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    pieces: dict[str, list[tuple[Box, Stored]]] = field(default_factory=lambda: defaultdict(list))
     samples: dict[tuple[str, str], Stored] = field(default_factory=dict)
     """(name, role) -> some box of a parameter, or of the optimizer's copy of it"""
     unstepped: dict[str, list[str]] = field(default_factory=dict)
@@ -101,13 +110,12 @@ class _Opening:
         self._check_backend()
         self.metadata = read_metadata(self.store, self.where, self.folder)
         self.common = self._common()
-        self._refuse()
         self.builder = Builder("megatron", self.where, self.store)
         self.builder.engine, self.builder.world = "megatron", self._world()
-        self._tensors()
+        self._buckets(self._tensors())
         self.builder.notes += [f"not stepped, {role} by name: {some(keys)}" for role, keys in self.unstepped.items()]
         self._check_copies()
-        groups = self._groups()
+        groups = groups_of(self._optimizers(), self.chains, self.shapes, self.store, self.where)
         self._steps(groups)
         self._ties()
         every = tuple(range(self.builder.world))
@@ -125,51 +133,54 @@ class _Opening:
             raise MalformedData(f"{CONFIG} in {self.where}: expected the name of a format") from error
         if (backend, version) != ("torch_dist", 1):
             raise UnsupportedFeature(
-                f"{self.where}: format {backend!r:.40} version {version!r:.40} of Megatron, expected 'torch_dist' 1"
+                f"{self.where}: format {backend!r:.40} version {version!r:.40} of Megatron, expected 'torch_dist' 1: "
+                "load it with a release of Megatron that reads it and save it with --dist-ckpt-format torch_dist "
+                "(dist_checkpointing.save's default)"
             )
 
     def _common(self) -> dict[Any, Any]:
-        tree = read_tree(self.store, self.folder + COMMON, trust_pickle=self.options.trust_pickle)
+        options = self.options
+        tree = read_tree(self.store, self.folder + COMMON, trust_pickle=options.trust_pickle, seen=options.seen)
         if not isinstance(tree, dict):
-            raise MalformedData(f"{COMMON} in {self.where}: a {type(tree).__name__}, expected a dictionary")
+            raise MalformedData(f"{COMMON} in {self.where}: a {kind_of(tree)}, expected a dictionary")
         return tree
-
-    def _refuse(self) -> None:
-        buckets = [key for key in (*self.metadata.tensors, *self.metadata.values) if BUCKETS.match(key)]
-        if buckets:
-            kind = next((one.get("param_state_sharding_type") for one in self._optimizers()), None)
-            raise UnsupportedFeature(
-                f"{self.where}: the distributed optimizer's state is stored as its buckets ({some(buckets, 2)}; "
-                f"{kind!r:.60}), and which parameter is where in them is not recorded: save it as 'fully_reshardable'"
-            )
 
     def _world(self) -> int:
         return world_of(place.key for tensor in self.metadata.tensors.values() for _, place in tensor.boxes)
 
     # -------------------------------------------------------------------------------------------------------- tensors
 
-    def _tensors(self) -> None:
-        """Find the bytes of all tensors, and read the values."""
+    def _tensors(self) -> BucketFiles:
+        """Find the bytes of all tensors, and read the values; return what is stored as buckets."""
         tensors, values = self.metadata.tensors, self.metadata.values
         items = [item for key, one in tensors.items() for item in boxes_of(key, one)]
-        loose = [Item(key, place) for key, place in values.items() if EXTRA.fullmatch(key)]
-        others = [key for key in values if not EXTRA.fullmatch(key)]
+        loose = [Item(key, place) for key, place in values.items() if EXTRA.fullmatch(key) or BELOW.match(key)]
+        others = sorted(values.keys() - {item.label for item in loose})
         if others:  # generators, in Megatron's training script
-            self.builder.notes.append(f"{some(others)}: objects of single ranks: left out")
-        found = read_items(self.store, [*items, *loose], trust_pickle=self.options.trust_pickle)
-        self.values = {item.label: placed(one) for item, one in zip(loose, found[len(items) :], strict=True)}
+            self.builder.lost.append(f"{some(others)}: objects of single ranks: left out")
+        found = read_items(self.store, [*items, *loose], self.options)
+        buckets = BucketFiles(self.where, self.store, self.builder.world)
+        for item, value in zip(loose, map(placed, found[len(items) :]), strict=True):
+            if BELOW.match(item.label):
+                buckets.add_value(item.label, value)
+            else:
+                self.values[item.label] = value
         stepped = {m["name"] for m in map(STATE.fullmatch, tensors) if m}
         each = iter(zip(items, found, strict=False))
         states = []
         for key, one in tensors.items():
             parts = [(box, item, there) for (box, _), (item, there) in zip(one.boxes, each, strict=False)]
             state = STATE.fullmatch(key)
-            if state:
+            if BELOW.match(key):
+                places = [(box.offsets[:1], check_found(item, one, box, there)) for box, item, there in parts]
+                buckets.add_tensor(key, one.dtype, one.shape, places)
+            elif state:
                 states.append((key, one, parts, state))
             else:
                 self._add(Key.of(key), self._role(key, one, stepped), one, parts)
         for key, one, parts, state in states:
             self._state(key, one, parts, state)
+        return buckets
 
     def _role(self, key: str, tensor: TensorItem, stepped: set[str]) -> str:
         if key in stepped:
@@ -212,6 +223,8 @@ class _Opening:
                 part = _inside(stored, key, box, at)
                 if role in (PARAM, BUFFER):
                     self.shapes[name] = shape
+                if role == PARAM:
+                    self.pieces[name].append((key.inner(box), part))
                 if role in (PARAM, MASTER):
                     self.samples.setdefault((name, role), part)
                 if not skip:
@@ -219,13 +232,36 @@ class _Opening:
                     add_stored(self.builder, spec, key.inner(box), part, self.store)
         return names
 
+    def _buckets(self, files: BucketFiles) -> None:
+        """Give the state that is stored as buckets to its parameters."""
+        chains = files.chains()
+        if not chains:
+            return
+        kind = next((one.get(_KIND) for one in self._optimizers()), None)
+        about = f"the distributed optimizer's state is stored as its buckets ({kind!r:.60})"
+        found = BucketState(self.store, self.pieces, self.shapes).add(chains, self.builder)
+        if found.problem:
+            raise UnsupportedFeature(
+                f"{self.where}: {about}, which do not record which parameter is where, and the weights do not tell: "
+                f"{found.problem}; load it with the layout that it was saved from and save it as 'fully_reshardable' "
+                "(--dist-ckpt-optim-fully-reshardable)"
+            )
+        self.chains.update(found.chains)
+        self.common["optimizer"] = {n: {**one.settings, _KIND: kind} for n, one in enumerate(chains)}
+        self.builder.notes.append(f"{about}: which parameter is where is told by the weights, all of which agree")
+        if found.told:
+            self.builder.notes.append(
+                f"{some(sorted(found.told))} have the same weights in every layer: whose state is whose follows the "
+                "order of Megatron's modules"
+            )
+
     def _check_copies(self) -> None:
         """Compare some elements of parameters with the distributed optimizer's copies.
 
         Megatron-core 0.16.1 writes the state of an embedding that is tied across pipeline stages shifted by the padding
         of another bucket: all of it is then another element's, and nothing else in the files shows that.
         """
-        if not any("param_state_sharding_type" in tree for tree in self._optimizers()):
+        if not any(_KIND in tree for tree in self._optimizers()):
             return
         wrong = []
         for (name, role), master in sorted(self.samples.items(), key=lambda item: item[0]):
@@ -238,14 +274,14 @@ class _Opening:
         if wrong:
             raise UnsupportedFeature(
                 f"{self.where}: what the optimizer has for {some(wrong)} is not that parameter's: Megatron-core "
-                "misplaces the state of tied embeddings when it gathers it across pipeline stages; read weights that "
-                "were saved without the optimizer, or save with a plain optimizer"
+                "misplaces the state of tied embeddings when it gathers it across pipeline stages; save the optimizer "
+                "as 'dp_reshardable', or weights without it"
             )
 
     def _ties(self) -> None:
-        if _WORDS in self.shapes and _OUTPUT not in self.shapes:
-            self.builder.aliases[_OUTPUT] = _WORDS
-            self.builder.notes.append(f"no {_OUTPUT} is stored: taken as tied to {_WORDS}")
+        if WORDS in self.shapes and OUTPUT not in self.shapes:
+            self.builder.aliases[OUTPUT] = WORDS
+            self.builder.notes.append(f"no {OUTPUT} is stored: taken as tied to {WORDS}")
 
     # ------------------------------------------------------------------------------------------------------ optimizer
 
@@ -257,32 +293,8 @@ class _Opening:
         chained = bool(tree) and all(type(key) is int for key in tree)
         for one in (tree[key] for key in sorted(tree)) if chained else (tree,):
             if not isinstance(one, dict):
-                raise MalformedData(f"{COMMON} in {self.where}: an optimizer that is a {type(one).__name__}")
+                raise MalformedData(f"{COMMON} in {self.where}: an optimizer that is a {kind_of(one)}")
             yield one
-
-    def _groups(self) -> list[dict[str, Any]]:
-        """Return the groups of the chain with their members."""
-        found: list[dict[str, Any]] = []
-        members: dict[str, list[int]] = defaultdict(list)
-        for chain, tree in enumerate(self._optimizers()):
-            inner = tree.get("optimizer", tree)
-            for options, state in _parts(inner, self.where):
-                group = {"params": [], "options": loaded(self.store, options), "state": loaded(self.store, state)}
-                for name, of in self.chains.items():
-                    if of == chain and _fits(name, self.shapes.get(name, ()), group["options"]):
-                        members[name].append(len(found))
-                found.append(group)
-        unclear = sorted(name for name in self.chains if len(members[name]) != 1)
-        if unclear and found:
-            raise UnsupportedFeature(
-                f"{self.where}: which group of the optimizer has which parameter is not recorded, and Megatron's "
-                f"default rule (no weight decay for biases and vectors) puts {some(unclear)} into "
-                f"{sorted({len(members[name]) for name in unclear})} of its {len(found)} groups, expected one"
-            )
-        for name in sorted(self.chains, key=natural):
-            if found:
-                found[members[name][0]]["params"].append(name)
-        return found
 
     def _steps(self, groups: list[dict[str, Any]]) -> None:
         """Give each parameter its count of steps, which is stored once for a group or an optimizer."""
@@ -325,13 +337,13 @@ class _Opening:
                 try:
                     rest[str(name)] = loaded(self.store, value)
                 except UnsupportedFeature as error:
-                    self.builder.notes.append(f"{COMMON}: {name}: {error}: left out")
+                    self.builder.lost.append(f"{COMMON}: {name}: {error}: left out")
         if rest:
             yield "megatron", VALUE, rest
 
     def _wrapper(self) -> str:
         """Return the class of Megatron's optimizers, as what they save tells."""
-        if any("param_state_sharding_type" in tree for tree in self._optimizers()):
+        if any(_KIND in tree for tree in self._optimizers()):
             return "DistributedOptimizer"
         return "Float16OptimizerWithFloat16Params" if self.builder.derived else "FP32Optimizer"
 
@@ -355,23 +367,6 @@ class _Opening:
             at, shape = (tuple(int(n) for n in (extra[what] or "").split(".") if n) for what in ("place", "shape"))
             found[Key.of(extra["name"]).module(at, shape) if at else extra["name"]] = value
         return found
-
-
-def _parts(tree: Any, where: str) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """Return the options of each group of an optimizer, with what is common to the state of all its parameters."""
-    groups = tree.get("param_groups", []) if isinstance(tree, dict) else None
-    state = tree.get("state", {}) if isinstance(tree, dict) else None
-    if not isinstance(groups, list) or not isinstance(state, dict) or not all(isinstance(g, dict) for g in groups):
-        raise MalformedData(f"{COMMON} in {where}: an optimizer without groups as Megatron saves them")
-    return [(options, state) for options in groups]
-
-
-def _fits(name: str, shape: tuple[int, ...], options: dict[str, Any]) -> bool:
-    """Would Megatron put a parameter into the group of these options?"""
-    decays = len(shape) != 1 and not name.endswith(".bias")
-    apart = name in (_OUTPUT, _WORDS, "embedding.position_embeddings.weight")
-    decoupled = bool(options.get("is_decoupled_lr"))
-    return (options.get("wd_mult") != 0.0) == decays and (not decoupled or apart)
 
 
 def _few(stored: Stored) -> Stored:

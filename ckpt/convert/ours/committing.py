@@ -68,13 +68,22 @@ def name_of(opened: Opened, plan: SavePlan, layout: bytes, said: tuple[object, .
 
 def named_after(opened: Opened, target: object) -> str:
     """Return a name that is the same again if the source and what is said of the target are the same."""
+    return name_from(source_digest(opened), target)
+
+
+def name_from(source: bytes, target: object) -> str:
+    """Return :func:`named_after` of a source whose digest is known."""
+    return PREFIX + raw_digest(_plain((source, target))).hex()
+
+
+def source_digest(opened: Opened) -> bytes:
+    """Return what is the same again if the source is; it is not read for that."""
     packs = sorted({(pack.key, pack.nbytes, pack.header) for part in opened.parts for pack in part.packs})
     known = all(chunk.digest for part in opened.parts for chunk in part.chunks)
     times = [] if known else _times(opened.store, {key for key, _, _ in packs})
     chunks = [(c.spec, c.offsets, c.sizes, c.digest, c.start) for part in opened.parts for c in part.chunks]
     source = (opened.format, opened.store.url, opened.step, opened.world, packs, times, raw_digest(_plain(chunks)))
-    tensors = [(s.fqn, s.role, s.dtype, s.shape) for s in opened.specs]
-    return PREFIX + raw_digest(_plain((source, tensors, target))).hex()
+    return raw_digest(_plain((source, [(s.fqn, s.role, s.dtype, s.shape) for s in opened.specs])))
 
 
 def _plain(value: object) -> bytes:

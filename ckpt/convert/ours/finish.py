@@ -10,6 +10,7 @@ import msgspec
 from ckpt.convert.options import Written
 from ckpt.convert.ours.plan import assembler_of, shares
 from ckpt.convert.ours.tasks import Pack
+from ckpt.convert.overflow import Row, summed
 from ckpt.format.digest import digest
 from ckpt.format.manifest import DERIVED, ChunkEntry, IndexPart, ObjectEntry, PackRef
 from ckpt.format.parts import decode_part
@@ -33,8 +34,8 @@ if TYPE_CHECKING:
     from ckpt.store.base import Buffer, Store
 
 
-def finish(made: Conversion, store: Store, place: Place, wrote: Sequence[Wrote]) -> list[Done]:
-    """Write each rank's objects and its part of the index."""
+def finish(made: Conversion, store: Store, place: Place, wrote: Sequence[Wrote]) -> tuple[list[Done], tuple[Row, ...]]:
+    """Write each rank's objects and its part of the index. Returns also what of all that was written overflowed."""
     of_rank: dict[int, list[tuple[Pack, bytes]]] = {}
     for pack, journal in sorted((pair for one in wrote for pair in zip(one.packs, one.journals, strict=True)), key=_by):
         of_rank.setdefault(pack.rank, []).append((pack, journal))
@@ -47,7 +48,7 @@ def finish(made: Conversion, store: Store, place: Place, wrote: Sequence[Wrote])
         part = IndexPart(rank=rank, packs=tuple(packs), chunks=tuple(chunks), objects=objects)
         ref = Repository(store).write_index(f"{place.prefix}/index/part-{rank:05d}.json.zst", part, overwrite=True)
         done.append(_done(part, ref, made.job.graph.specs))
-    return done
+    return done, summed([*late.overflowed(), *(row for one in wrote for row in one.overflowed)])
 
 
 class _Late:
@@ -85,6 +86,10 @@ class _Late:
                 objects.append(item_entry(item, ranks, outputs, places))
             packs += packer.finish()
         return tuple(objects)
+
+    def overflowed(self) -> list[Row]:
+        """Return what was too large for its dtype."""
+        return self._assembler.overflow.take() if self._assembler is not None else []
 
     @staticmethod
     def _output(one: OwnCopy, value: str, data: Buffer) -> Output:
@@ -133,7 +138,13 @@ def _done(part: IndexPart, ref: FileRef, specs: Sequence[TensorSpec]) -> Done:
 
 
 def written(
-    made: Conversion, store: Store, place: Place, done: Sequence[Done], wrote: Sequence[Wrote], size: int
+    made: Conversion,
+    store: Store,
+    place: Place,
+    done: Sequence[Done],
+    wrote: Sequence[Wrote],
+    size: int,
+    overflowed: tuple[Row, ...] = (),
 ) -> Written:
     """Return what a conversion has done; ``size``: of root and commit."""
     there = {f"{place.prefix}/{one.packs[n].key}" for one in wrote for n in one.present}
@@ -151,6 +162,7 @@ def written(
         lost=made.lost,
         made=made.made,
         memory=made.memory,
+        overflowed=overflowed,
     )
 
 

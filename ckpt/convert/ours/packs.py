@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from ckpt.convert.ours.tasks import Cast, Content, Pack, Task
+from ckpt.convert.ours.tasks import RANKS, Cast, Content, Pack, Task
+from ckpt.convert.overflow import Overflow, Row, overflowed
 from ckpt.engine.base import torch_dtype
 from ckpt.errors import CkptError, is_damage
 from ckpt.format.digest import digest
@@ -23,12 +24,13 @@ from ckpt.plan.local_plan import Chunk
 from ckpt.repo.transfer import Held, trouble_with
 from ckpt.runtime.packing import Packer
 from ckpt.runtime.stage import chunk_item, chunk_output
-from ckpt.runtime.staging import as_tensor, cast_bytes
+from ckpt.runtime.staging import as_tensor, tensor_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from ckpt.convert.assemble import Assembler
+    from ckpt.format.pack import PackItem
     from ckpt.layout.box import Box
     from ckpt.layout.spec import TensorSpec
     from ckpt.store.base import Store
@@ -37,13 +39,15 @@ if TYPE_CHECKING:
 
 class Wrote(msgspec.Struct, array_like=True, frozen=True):
     """A task that is done. ``journals``: of each pack the bytes of its index part. ``read``: bytes from the source.
-    ``present``: numbers of the packs that were there already.
+    ``present``: numbers of the packs that were there already. ``overflowed``: (name, role, elements) of what was too
+    large for its dtype in the others.
     """
 
     packs: tuple[Pack, ...]
     journals: tuple[bytes, ...]
     read: int
     present: tuple[int, ...]
+    overflowed: tuple[Row, ...] = ()
 
 
 class PackWriter:
@@ -69,6 +73,7 @@ class PackWriter:
     ) -> None:
         self.store, self.prefix, self.specs, self.assembler = store, prefix, tuple(specs), assembler
         self._blocks, self._moved = blocks, moved
+        self._overflow = Overflow(assembler.catalog)
 
     def run(self, task: Task, *, resume: bool) -> Wrote:
         """Do a task; with ``resume`` only what was not done before.
@@ -90,13 +95,15 @@ class PackWriter:
         present = tuple(journals)
         before = self.assembler.bytes_read
         left = [n for n in there if n not in journals]
-        self._moved(task.nbytes - sum(self._nbytes(one) for one in task.contents if one.pack in left))
+        missing = set(left)
+        self._moved(task.nbytes - sum(self._nbytes(one) for one in task.contents if one.pack in missing))
         end = self._write(task.only(left)) if left else list
         read = self.assembler.bytes_read - before
+        overflowed = (*self.assembler.overflow.take(), *self._overflow.take())
 
         def finish() -> Wrote:
             journals.update(zip(left, end(), strict=True))
-            return Wrote(task.packs, tuple(journals[n] for n in there), read, present)
+            return Wrote(task.packs, tuple(journals[n] for n in there), read, present, overflowed)
 
         return finish
 
@@ -125,10 +132,15 @@ class PackWriter:
     def _write(self, task: Task) -> Callable[[], list[bytes]]:
         with ExitStack() as stack:
             packers = []
-            for n, pack in enumerate(task.packs):
-                packer = Packer(self.store, self._blocks, self._key_of(pack))
+            items: list[list[PackItem]] = [[] for _ in task.packs]
+            for at, one in task.wanted():
+                items[at].append(chunk_item(self._chunk(one)))
+            # More packs than there are blocks would wait for each other; files on a disk are written without.
+            blocks = self._blocks if len(task.packs) <= RANKS else None
+            for pack, own in zip(task.packs, items, strict=True):
+                packer = Packer(self.store, blocks, self._key_of(pack))
                 packers.append(stack.enter_context(packer))
-                packer.announce([chunk_item(self._chunk(one)) for at, one in task.wanted() if at == n])
+                packer.announce(own)
             chunks = self._fill(task, packers)
             return partial(self._finish, task, packers, chunks, stack.pop_all())
 
@@ -191,8 +203,12 @@ class PackWriter:
 
     def _cast(self, master: Content, cast: Cast, data: memoryview) -> str:
         tensor = as_tensor(data, self.specs[master.spec].dtype, master.sizes)
-        view = tensor[cast.box.relative_to(master.box)]
-        return digest(cast_bytes(view, torch_dtype(self.specs[cast.spec].dtype)))
+        view, spec = tensor[cast.box.relative_to(master.box)], self.specs[cast.spec]
+        made = view.detach().to(torch_dtype(spec.dtype))
+        if not cast.stored and self._overflow.may(spec):  # of what is stored it is counted when that is read
+            odd = overflowed(view, made)
+            self._overflow.add(spec, cast.box, 0 if odd is None else int(odd.sum()))
+        return digest(tensor_bytes(made))
 
 
 def may_be_stored(assembler: Assembler) -> Callable[[Chunk], bool]:

@@ -7,13 +7,15 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ckpt.convert.assemble import LEAST_MEMORY, Assembler
-from ckpt.convert.loose import Carried, carry
+from ckpt.convert.casting import cast_lines, origins
+from ckpt.convert.loose import Carried, carry, names_of
 from ckpt.convert.opened import Opened
 from ckpt.convert.options import ALL, WriteOptions
 from ckpt.convert.ours.committing import name_of
 from ckpt.convert.ours.own_copies import OwnCopy, own_copies
 from ckpt.convert.ours.packs import may_be_stored
 from ckpt.convert.ours.tasks import RANKS, Task, tasks_of
+from ckpt.convert.target import Layouts
 from ckpt.layout.graph import ShardGraph
 from ckpt.plan.save_plan import build_save_plan
 from ckpt.plan.wire import combined
@@ -57,13 +59,14 @@ class Conversion:
         return sum(task.nbytes for task in self.tasks)
 
 
-def plan_ours(opened: Opened, target: Target, options: WriteOptions | None = None) -> Conversion:
+def plan_ours(opened: Opened, target: Target, options: WriteOptions | None = None, *, wide: int = 0) -> Conversion:
     """Plan to write ``opened`` as a step of our own.
 
     Args:
         opened: the source.
         target: what each rank of the target holds.
         options: how. ``dtype`` allows casts; which dtypes there are to be, the layouts say.
+        wide: packs that may be open at once where they take no memory meanwhile; 0: as many as there is memory for.
 
     Raises:
         LayoutError: the target's layouts do not form a whole, or have tensors of another shape than the source.
@@ -78,13 +81,13 @@ def plan_ours(opened: Opened, target: Target, options: WriteOptions | None = Non
     assembler.check(job.graph.specs)
     assembler.check_packs()
     ranks = min(RANKS, max(1, ways.memory // max(1, ways.workers) // MEMORY_OF_A_PACK))
-    tasks = tuple(tasks_of(job.plan, may_be_stored(assembler), ranks=ranks))
+    tasks = tuple(tasks_of(job.plan, may_be_stored(assembler), ranks=ranks, wide=wide))
     carried = carry(opened.objects if ways.roles == ALL else (), opened.world, job.graph.world)
     own, merged = own_copies(opened, job.graph.specs, job.graph.world)
     lost = [*_left_out(opened, job.graph.specs), *merged, *carried.lost]
     if ways.roles != ALL:
-        lost += [f"{one.kind} state {one.name!r}" for one in opened.objects]
-    items = _items(carried)
+        lost += names_of(opened.objects)
+    items, made = _items(carried), origins(assembler.catalog, job.graph.specs)
     # What goes into which pack, not why: a run may go on with other workers and memory if they arrange it alike.
     packs = [(task.packs, len(task.contents)) for task in tasks]
     said = (packs, ways.roles, ways.dtype, sorted((rank, [i.identity for i, _ in own]) for rank, own in items.items()))
@@ -99,7 +102,7 @@ def plan_ours(opened: Opened, target: Target, options: WriteOptions | None = Non
         items,
         own,
         tuple(dict.fromkeys(lost)),
-        tuple(dict.fromkeys([*_cast_lines(assembler, job.graph.specs), *carried.made])),
+        tuple(dict.fromkeys([*cast_lines(assembler.catalog, made), *carried.made])),
         max(1, min(ways.workers, len(tasks))) * (assembler.held + shares(ways)[1]),
     )
 
@@ -117,13 +120,14 @@ def shares(options: WriteOptions) -> tuple[int, int]:
 
 
 def _job(opened: Opened, target: Target) -> JobPlan:
-    layouts = list(target.layouts)
-    graph = ShardGraph.build(layouts)
+    layouts = target.layouts
+    graph = layouts.graph() if isinstance(layouts, Layouts) else ShardGraph.build(layouts)
     graph.check()
     names = {spec.fqn for spec in graph.specs}
     ties = {a: t for a, t in opened.aliases.items() if t in names and a not in names}
     graph = replace(graph, aliases=dict(sorted({**ties, **graph.aliases}.items())))
-    return JobPlan(combined([layout_digest(one) for one in layouts]), graph, build_save_plan(graph))
+    digest = layouts.digest() if isinstance(layouts, Layouts) else combined([layout_digest(one) for one in layouts])
+    return JobPlan(digest, graph, build_save_plan(graph))
 
 
 def _items(carried: Carried) -> dict[int, list[tuple[Item, tuple[int, ...]]]]:
@@ -150,13 +154,3 @@ def _left_out(opened: Opened, specs: Sequence[TensorSpec]) -> list[str]:
             whole = "" if any(fqn not in names for fqn in fqns) else " whose parameters stay"
             lines.append(f"{role} of {len(fqns)} tensors{whole}")
     return lines
-
-
-def _cast_lines(assembler: Assembler, specs: Sequence[TensorSpec]) -> list[str]:
-    found: dict[tuple[str, str, str], int] = {}
-    for spec in specs:
-        source = assembler.catalog.find(spec.fqn, spec.role)
-        if source is not None and source.dtype != spec.dtype:
-            key = (spec.role, source.dtype, spec.dtype)
-            found[key] = found.get(key, 0) + 1
-    return [f"{role} of {n} tensor(s) cast from {a} to {b}" for (role, a, b), n in sorted(found.items())]

@@ -31,6 +31,16 @@ BANDS = 256
 """Bands of a group of ranks at most; a larger checkpoint has larger ones, so that its packs are not too many."""
 RANKS = 8
 """Ranks of a band at most: as many packs are being written at once."""
+WIDE = 128
+"""The same where a pack takes no memory while it is written, and ranks own so little of each tensor that many bands
+would read the same chunks of the source.
+"""
+REACH = 16 << 20
+"""Bytes of one tensor that the ranks of a wide band should own together: the chunks at its ends, which its neighbours
+read too, are few of those then.
+"""
+PACK_BYTES = 16 << 20
+"""Bytes of a pack of a wide band, as far as :data:`BAND_BYTES` allows: smaller ones are too many files."""
 
 
 class Cast(msgspec.Struct, array_like=True, frozen=True):
@@ -108,7 +118,12 @@ class Task(msgspec.Struct, array_like=True, frozen=True):
 
 
 def tasks_of(
-    plan: SavePlan, stored: Callable[[Chunk], bool], *, ranks: int = RANKS, band_bytes: int = BAND_BYTES
+    plan: SavePlan,
+    stored: Callable[[Chunk], bool],
+    *,
+    ranks: int = RANKS,
+    wide: int = 0,
+    band_bytes: int = BAND_BYTES,
 ) -> list[Task]:
     """Cut what the ranks own into tasks.
 
@@ -116,53 +131,78 @@ def tasks_of(
         plan: of the target job.
         stored: may the source have bytes of its own for this chunk of a derived parameter?
         ranks: of one band at most.
+        wide: of one band at most if ranks own little of each tensor; not used if it is less than ``ranks``.
         band_bytes: of one band at most, unless there would be more than :data:`BANDS`; less if all is little.
     """
+    sizes = [chunk.nbytes for chunk in plan.chunks]
     casts: dict[int, list[Cast]] = {}
     for i, master in plan.proofs.items():
         chunk = plan.chunks[i]
         one = Cast(plan.spec_ids[chunk.spec], chunk.box.offsets, chunk.box.sizes, stored(chunk))
         casts.setdefault(master, []).append(one)
-    owned: dict[int, list[int]] = {}
-    for i, owner in enumerate(plan.owners):
-        if i not in plan.proofs:
-            owned.setdefault(owner // ranks, []).append(i)
-    total = sum(plan.chunks[i].nbytes for numbers in owned.values() for i in numbers)
+    numbers = [i for i in range(len(sizes)) if i not in plan.proofs]
+    total = sum(sizes[i] for i in numbers)
+    width = max(ranks, min(wide, plan.world, _width([sizes[i] for i in numbers])))
     most = max(min(band_bytes, max(LEAST_BAND_BYTES, -(-total // SHARE))), -(-total // BANDS))
+    if width > ranks:
+        most = max(most, min(band_bytes, width * PACK_BYTES))
+    owned: dict[int, list[int]] = {}
+    for i in numbers:
+        owned.setdefault(plan.owners[i] // width, []).append(i)
     tasks = []
     for group in sorted(owned):
-        numbers = sorted(owned[group], key=lambda i: _order(plan, i))
-        bands = _bands(plan, numbers, most)
-        tasks += [_task(plan, band, n, casts) for n, band in enumerate(bands)]
+        ordered = sorted(_order(plan, i) for i in owned.pop(group))
+        bands = _bands(ordered, sizes, most, plan.owners if width > ranks else None)
+        tasks += [_task(plan, band, n, sizes, casts) for n, band in enumerate(bands)]
     return tasks
 
 
-def _order(plan: SavePlan, i: int) -> tuple[int, int, int, tuple[int, ...], int]:
-    """Return the place of a chunk: falling item size, as packs have it; what one rank alone reads before the rest."""
+_Order = tuple[int, int, int, tuple[int, ...], int]
+
+
+def _width(sizes: Sequence[int]) -> int:
+    """Return how many neighbouring ranks own :data:`REACH` of a tensor together, by the chunk that a byte is in."""
+    typical = sum(n * n for n in sizes) // max(1, sum(sizes))
+    return -(-REACH // max(1, typical))
+
+
+def _order(plan: SavePlan, i: int) -> _Order:
+    """Return the place of a chunk: falling item size, as packs have it; what one rank alone reads before the rest. Its
+    number comes last, and the one of its tensor in the middle.
+    """
     chunk = plan.chunks[i]
     return -chunk.spec.itemsize, len(chunk.ranks), plan.spec_ids[chunk.spec], chunk.box.offsets, i
 
 
-def _bands(plan: SavePlan, numbers: Sequence[int], most: int) -> Iterator[list[int]]:
-    band: list[int] = []
+def _bands(
+    ordered: Sequence[_Order], sizes: Sequence[int], most: int, owners: Sequence[int] | None
+) -> Iterator[list[_Order]]:
+    """Yield bands of at most so many bytes, and chunks: as a pack may have, of each owner if ``owners`` says whose they
+    are, else together.
+    """
+    band: list[_Order] = []
+    counts: dict[int, int] = {}
     filled = 0
-    for i in numbers:
-        if band and (filled + plan.chunks[i].nbytes > most or len(band) >= MAX_CHUNKS // 2):
+    for one in ordered:
+        nbytes, owner = sizes[one[-1]], owners[one[-1]] if owners is not None else 0
+        if band and (filled + nbytes > most or counts.get(owner, 0) >= MAX_CHUNKS // 2):
             yield band
-            band, filled = [], 0
-        band.append(i)
-        filled += plan.chunks[i].nbytes
+            band, counts, filled = [], {}, 0
+        band.append(one)
+        counts[owner] = counts.get(owner, 0) + 1
+        filled += nbytes
     if band:
         yield band
 
 
-def _task(plan: SavePlan, band: Sequence[int], number: int, casts: dict[int, list[Cast]]) -> Task:
-    ranks = sorted({plan.owners[i] for i in band})
-    contents = []
-    for i in band:
-        chunk = plan.chunks[i]
-        pack = ranks.index(plan.owners[i])
-        spec = plan.spec_ids[chunk.spec]
-        contents.append(Content(pack, spec, chunk.box.offsets, chunk.box.sizes, tuple(casts.get(i, ()))))
+def _task(
+    plan: SavePlan, band: Sequence[_Order], number: int, sizes: Sequence[int], casts: dict[int, list[Cast]]
+) -> Task:
+    ranks = sorted({plan.owners[i] for *_, i in band})
+    pack_of = {rank: pack for pack, rank in enumerate(ranks)}
+    contents = [
+        Content(pack_of[plan.owners[i]], spec, offsets, plan.chunks[i].box.sizes, tuple(casts.get(i, ())))
+        for _, _, spec, offsets, i in band
+    ]
     packs = tuple(Pack(rank, number) for rank in ranks)
-    return Task(sum(plan.chunks[i].nbytes for i in band), packs, tuple(contents))
+    return Task(sum(sizes[i] for *_, i in band), packs, tuple(contents))

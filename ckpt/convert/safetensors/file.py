@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ckpt.errors import MalformedData, NoSuchCheckpoint, ObjectNotFound, UnsupportedFeature
+from ckpt.errors import MalformedData, MissingChunk, NoSuchCheckpoint, ObjectNotFound, UnsupportedFeature
 from ckpt.format.pack import MAX_HEADER, SAFETENSORS_DTYPE, parse_header
 from ckpt.layout.spec import ITEMSIZE
 from ckpt.words import some
@@ -108,8 +108,8 @@ def files_of(store: Store) -> tuple[list[str], dict[str, str] | None]:
 
     Raises:
         NoSuchCheckpoint: there are none.
-        MalformedData: several indices, one that cannot be read, or a file that it or its own name says there is, is not
-            there.
+        MissingChunk: a file that an index or its own name says there is, is not.
+        MalformedData: several indices, or one that cannot be read.
     """
     names = set(store.children(""))
     found = sorted(name for name in names if name.endswith(SUFFIX))
@@ -137,7 +137,7 @@ def files_of(store: Store) -> tuple[list[str], dict[str, str] | None]:
 def _refuse_missing(store: Store, wanted: Sequence[str], names: set[str], said: str) -> None:
     missing = [name for name in wanted if name not in names]
     if missing:
-        raise MalformedData(f"{store.url}: {some(missing)} of {len(wanted)} files is not there, {said} says it should")
+        raise MissingChunk(f"{store.url}: {some(missing)} of {len(wanted)} files is not there, {said} says it should")
 
 
 def _read_index(store: Store, key: str) -> dict[str, str]:

@@ -80,7 +80,7 @@ def open_safetensors(store: Store, where: str, *, step: int | None = None, optio
         builder.notes.append(f"{some(extra)}: in a file, and not in the index")
     beside = sorted(set(BESIDE) & set(store.children("")))
     if beside:
-        builder.notes.append(
+        builder.lost.append(
             f"{some(beside)} left out: safetensors files do not keep the order of the model's parameters, by which an "
             "optimizer's state finds them"
         )

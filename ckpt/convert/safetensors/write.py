@@ -11,7 +11,9 @@ import json
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from ckpt.convert.casting import cast_lines, origins
 from ckpt.convert.file_writing import write_files
+from ckpt.convert.loose import names_of
 from ckpt.convert.naming import natural
 from ckpt.convert.safetensors.file import BUFFERS, header
 from ckpt.convert.torchfile.state_dict import role_of
@@ -106,7 +108,10 @@ def write_safetensors(
     beside = _beside(opened, options.dtype)
     last = {**beside, **_index(files)}
     written = write_files(opened, store, options, [(file.key, _same(file)) for file in files], last)
-    return replace(written, format="safetensors", lost=tuple(_lost(opened, beside)), made=tuple(_made(opened, specs)))
+    catalog = opened.catalog()
+    made = origins(catalog, specs)
+    lost = _lost(opened, beside, {source.key for spec, source in made.items() if source.dtype == spec.dtype})
+    return replace(written, format="safetensors", lost=tuple(lost), made=tuple(cast_lines(catalog, made)))
 
 
 def _same(file: File) -> Callable[[], File]:
@@ -195,26 +200,15 @@ def _with_dtype(data: bytes, dtype: str) -> bytes:
     return json.dumps({**config, **dict.fromkeys(keys, dtype)}, indent=2, ensure_ascii=False).encode() + b"\n"
 
 
-def _lost(opened: Opened, beside: dict[str, bytes]) -> Iterator[str]:
+def _lost(opened: Opened, beside: dict[str, bytes], used: set[tuple[str, str]]) -> Iterator[str]:
+    """``used``: what of the source is in the files."""
     roles: dict[str, int] = {}
     for spec in opened.specs:
-        if spec.role not in (PARAM, BUFFER):
+        if spec.role not in (PARAM, BUFFER) and spec.key not in used:
             roles[spec.role] = roles.get(spec.role, 0) + 1
-    for role, number in sorted(roles.items()):
-        yield f"{role} of {count(number, 'tensor')}: the format has weights only"
-    for name in dict.fromkeys(f"{one.kind} state {one.name!r}" for one in opened.objects):
-        yield f"{name}: the format has weights only"
+    if roles:
+        listed = ", ".join(f"{role} of {count(number, 'tensor')}" for role, number in sorted(roles.items()))
+        yield f"{listed}: the format has weights only"
+    yield from (f"{names}: the format has weights only" for names in names_of(opened.objects))
     if CONFIG not in beside:
         yield f"{CONFIG}: the source has none, and from_pretrained needs one: put the model's own beside the weights"
-
-
-def _made(opened: Opened, specs: Sequence[TensorSpec]) -> Iterator[str]:
-    held = {spec.key: spec for spec in opened.specs}
-    casts: dict[tuple[str, str], int] = {}
-    for spec in specs:
-        source = held.get(spec.key) or held[spec.fqn, MASTER]
-        if source.dtype != spec.dtype:
-            key = (f"{source.role} {source.dtype}", spec.dtype)
-            casts[key] = casts.get(key, 0) + 1
-    for (source_name, dtype), number in sorted(casts.items()):
-        yield f"{count(number, 'tensor')} in {dtype}: rounded from {source_name}"

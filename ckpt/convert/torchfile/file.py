@@ -21,9 +21,10 @@ from ckpt.layout.spec import ITEMSIZE
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from ckpt.convert.options import Span
     from ckpt.store.base import Store
 
-__all__ = ["Inert", "Stored", "is_torch_file", "read_pickle", "read_tree", "stored_in"]
+__all__ = ["Inert", "Stored", "is_torch_file", "read_pickle", "read_tree", "stored_in", "where_of"]
 
 MAX_REPEATED = 64 << 20
 """Bytes that a tensor may have when the file is smaller, since it repeats its elements (stride 0)."""
@@ -48,6 +49,7 @@ def read_tree(
     start: int = 0,
     nbytes: int | None = None,
     inert: tuple[str, ...] = (),
+    seen: set[Span] | None = None,
 ) -> Any:
     """Return what ``torch.save`` wrote to an object: plain values, and :class:`Stored` where a tensor was.
 
@@ -62,9 +64,11 @@ def read_tree(
         start: byte at which what ``torch.save`` wrote starts in the object.
         nbytes: how many bytes it has; None: all to the end.
         inert: full names of further classes that come as :class:`Inert`; what ends in a dot is a package.
+        seen: gets the place of what is read, if it is an archive, which has checksums.
 
     Raises:
         ObjectNotFound: no such object.
+        DigestMismatch: the pickle is not the one that was written.
         UnsupportedFeature: it needs a class that is not on the list, or holds a sparse, quantized or meta tensor.
         MalformedData: no such file, or one that is cut off or damaged.
     """
@@ -75,6 +79,8 @@ def read_tree(
     if not head:
         raise MalformedData(f"{file.where}: is empty, no file of torch.save")
     if head.startswith(_ZIP):
+        if seen is not None:
+            seen.add((key, file.start, file.nbytes))
         return _read_zip(file, names, trust_pickle)
     if head == _LEGACY:
         return _read_legacy(file, names, trust_pickle)
@@ -104,10 +110,15 @@ def stored_in(tree: Any) -> Iterator[tuple[tuple[Any, ...], Stored]]:
             yield (key, *path), stored
 
 
-def _open(store: Store, key: str, start: int, nbytes: int | None) -> RangeFile:
+def where_of(store: Store, key: str, start: int = 0) -> str:
+    """Return what messages call a part of an object."""
     # The store of a single file has its name already (:class:`ckpt.convert.find.OneFile`).
-    where = store.url if store.url.endswith(f"/{key}") else f"{key!r} in {store.url}"
-    where += f" at byte {start}" if start else ""
+    where = store.url if store.url.partition("?")[0].endswith(f"/{key}") else f"{key!r} in {store.url}"
+    return where + (f" at byte {start}" if start else "")
+
+
+def _open(store: Store, key: str, start: int, nbytes: int | None) -> RangeFile:
+    where = where_of(store, key, start)
     size = store.size(key)
     if size is None:
         raise ObjectNotFound(f"read {where}: no such object", key)

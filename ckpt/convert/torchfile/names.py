@@ -94,6 +94,13 @@ class Inert:
     attributes: dict[Any, Any] = field(default_factory=dict)
 
 
+def kind_of(value: Any) -> str:
+    """Return what messages call a value of a file: its type, and not that of what stands for it here."""
+    if isinstance(value, Stored):
+        return "tensor"
+    return value.name if isinstance(value, Inert) else type(value).__name__.strip("_")
+
+
 @dataclass(frozen=True, slots=True)
 class Named:
     """A class or function that a pickle may name and call: ``make`` does what calling it means here."""
@@ -164,7 +171,7 @@ _MOVED = {"numpy._core.multiarray": "numpy.core.multiarray", "numpy._core.numeri
 def _tensor(storage: Any, offset: Any, size: Any, stride: Any, *rest: Any) -> Stored:
     """``torch._utils._rebuild_tensor_v2``; ``rest``: requires_grad, hooks, metadata."""
     if not isinstance(storage, Storage):
-        raise MalformedData(f"a tensor in a {type(storage).__name__}, expected a storage")
+        raise MalformedData(f"a tensor in a {kind_of(storage)}, expected a storage")
     if len(rest) > 2 and rest[2]:
         raise UnsupportedFeature(f"a tensor that is conjugated or negated when it is read: {short(rest[2])}")
     return _placed(storage, storage.dtype, offset, size, stride)
@@ -175,7 +182,7 @@ def _tensor_of_dtype(
 ) -> Stored:
     """``torch._utils._rebuild_tensor_v3``."""
     if not isinstance(storage, Storage) or not isinstance(dtype, torch.dtype):
-        raise MalformedData(f"a tensor of {short(dtype)} in a {type(storage).__name__}")
+        raise MalformedData(f"a tensor of {short(dtype)} in a {kind_of(storage)}")
     if rest and rest[0]:
         raise UnsupportedFeature(f"a tensor that is conjugated or negated when it is read: {short(rest[0])}")
     return _placed(storage, str(dtype).removeprefix("torch."), offset, size, stride)
@@ -200,7 +207,7 @@ def _placed(storage: Storage, dtype: str, offset: Any, size: Any, stride: Any) -
 
 def _parameter(data: Any, *rest: Any) -> Stored:
     if not isinstance(data, Stored):
-        raise MalformedData(f"a parameter made of a {type(data).__name__}")
+        raise MalformedData(f"a parameter made of a {kind_of(data)}")
     return data
 
 
@@ -252,7 +259,7 @@ def check_keys(keys: Iterable[Any]) -> None:
 def _encoded(text: Any, encoding: Any = "latin1") -> bytes:
     """``_codecs.encode``: how the older protocols write bytes. No other codec: some of them unpack."""
     if not isinstance(text, str) or encoding not in ("latin1", "latin-1"):
-        raise MalformedData(f"bytes as a {type(text).__name__} in {short(encoding)}")
+        raise MalformedData(f"bytes as a {kind_of(text)} in {short(encoding)}")
     return text.encode("latin1")
 
 
@@ -267,7 +274,7 @@ def _bytearray(data: Any = b"", encoding: Any = "latin1") -> bytearray:
 def _collected(kind: type) -> Callable[..., Any]:
     def collect(items: Any = ()) -> Any:
         if not isinstance(items, list | tuple | set | frozenset | dict):
-            raise MalformedData(f"a {kind.__name__} of a {type(items).__name__}")
+            raise MalformedData(f"a {kind.__name__} of a {kind_of(items)}")
         check_keys(items if kind is not dict or isinstance(items, dict) else (key for key, _ in items))
         return kind(items)
 
@@ -286,7 +293,7 @@ def _complex(real: Any = 0.0, imag: Any = 0.0) -> complex:
 def _attribute(owner: Any, name: Any) -> Inert:
     """``getattr``: how some releases of Python write a member of an enumeration. Of a record only."""
     if not isinstance(owner, Named) or not isinstance(owner(), Inert):
-        raise MalformedData(f"the pickle asks a {type(owner).__name__} for {short(name)}")
+        raise MalformedData(f"the pickle asks a {kind_of(owner)} for {short(name)}")
     return Inert(owner.name, (name,))
 
 
@@ -323,6 +330,11 @@ def _scalar(kind: Any, data: Any) -> Any:
     return _array(data, kind, ())[()]
 
 
+_QUANTIZED = (
+    "QInt8Storage", "QUInt8Storage", "QInt32Storage", "QUInt4x2Storage", "QUInt2x4Storage", "per_tensor_affine",
+    "per_channel_affine", "per_tensor_symmetric", "per_channel_symmetric", "per_channel_affine_float_qparams",
+)  # fmt: skip
+"""What pickles of quantized tensors name: known, so that the tensor is refused and not the class."""
 _TENSORS = {"torch.Tensor", "torch.nn.parameter.Parameter", "torch.nn.parameter.Buffer"}
 
 
@@ -340,6 +352,7 @@ def _table() -> dict[str, Any]:
         "torch._utils._rebuild_nested_tensor": _refused("a nested tensor"),
         "torch._utils._rebuild_wrapper_subclass": _refused("a tensor of a class of its own, such as a rank's DTensor,"),
         "torch._tensor._rebuild_from_type_v2": _subclass,
+        **dict.fromkeys((f"torch.{name}" for name in _QUANTIZED), _refused("a quantized tensor")),
         **dict.fromkeys(_TENSORS, _refused("a tensor without a storage")),
         "torch.Size": lambda sizes=(): torch.Size(sizes),
         "torch.device": lambda *args: torch.device(*args),

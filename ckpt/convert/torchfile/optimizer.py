@@ -2,8 +2,9 @@
 
 The numbers count the parameters in the order in which the optimizer got them: group by group, and in each group in the
 order of the model, since that is how everybody makes groups. So one group has the model's order, and several have it if
-no shape is in two of them (decay and no decay: matrices and vectors). Shapes of the state are the proof; where they do
-not agree, or several orders do, nothing is guessed.
+no shape is in two of them (decay and no decay: matrices and vectors). An optimizer may step a part of the model only
+(LoRA): then the shapes have to leave one way to find it. Shapes of the state are the proof; where they do not agree, or
+several orders do, nothing is guessed.
 """
 
 from __future__ import annotations
@@ -16,6 +17,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
 Shape = tuple[int, ...]
+MAX_WAYS = 10_000
+"""Ways to number the parameters that are followed at once."""
+MAX_WORK = 20_000_000
+"""Steps of the search after which it is given up."""
 NAMES = "param_names"
 """Key of a group under which torch keeps the names, if the optimizer got ``named_parameters()``."""
 
@@ -47,10 +52,16 @@ def names_of_numbers(
         raise Unmatched("a parameter is in two groups")
     shapes = {n: _shape(state["state"].get(n)) for n in numbers}
     found = _named(state["param_groups"], groups, clean)
-    if found is None and len(numbers) != len(params):
-        raise Unmatched(f"it has {len(numbers)} parameters, the model {len(params)}")
+    if found is None and len(numbers) == len(params) and len(groups) == 1:
+        found = dict(zip(numbers, params, strict=True))
     if found is None:
-        found = dict(zip(numbers, params, strict=True)) if len(groups) == 1 else _by_shape(groups, shapes, params)
+        found = only_way(groups, params, {n: _shapes(state["state"].get(n)) for n in numbers})
+    if found is None:
+        if len(numbers) != len(params):
+            raise Unmatched(
+                f"it has {len(numbers)} parameters, the model {len(params)}, and shapes do not tell in one way which"
+            )
+        found = _by_shape(groups, shapes, params)
     for n, name in found.items():
         if name not in params:
             raise Unmatched(f"it knows a parameter {name!r}, which the model does not have")
@@ -102,8 +113,59 @@ def _by_shape(
 
 def _shape(state: Any) -> Shape | None:
     """Return the shape of the parameter that a state is of, as far as it shows."""
-    shapes = {one.shape for one in state.values() if isinstance(one, Stored)} if isinstance(state, dict) else set()
-    return max(shapes, key=len, default=None)
+    return max(_shapes(state), key=len, default=None)
+
+
+def _shapes(state: Any) -> list[Shape]:
+    return [one.shape for one in state.values() if isinstance(one, Stored)] if isinstance(state, dict) else []
+
+
+def only_way(
+    groups: Sequence[Sequence[Number]], params: Mapping[str, Shape], states: Mapping[Number, Sequence[Shape]]
+) -> dict[Number, str] | None:
+    """Return the name of each number if every group lists its parameters in the model's order, and there is one way.
+
+    The model's tensors are gone through; each is the next parameter of a group, or of none (frozen, a buffer, a tied
+    name).
+
+    Args:
+        groups: numbers of each.
+        params: name -> shape of the model's tensors, in its order.
+        states: number -> shapes of what the optimizer keeps of it.
+    """
+    left = tuple(len(numbers) for numbers in groups)
+    ways: dict[tuple[int, ...], tuple[Any, ...] | None] = {(0,) * len(groups): ()}  # None: more than one way
+    work = 0
+    for n, (name, shape) in enumerate(params.items(), 1):
+        least = sum(left) - (len(params) - n)  # what must be dealt out by now, or some would be left at the end
+        after: dict[tuple[int, ...], tuple[Any, ...] | None] = {}
+        for at, way in ways.items():
+            work += len(groups)
+            if work > MAX_WORK or len(after) > MAX_WAYS:
+                return None
+            moves: list[tuple[tuple[int, ...], Any]] = [(at, way)] if sum(at) >= least else []
+            for g, numbers in enumerate(groups):
+                if at[g] < len(numbers) and _may_be(shape, states.get(numbers[at[g]], ())):
+                    step = way if way is None else (way, (numbers[at[g]], name))
+                    moves.append(((*at[:g], at[g] + 1, *at[g + 1 :]), step))
+            for place, step in moves:
+                after[place] = None if place in after else step
+        ways = after
+    found, names = ways.get(left), dict[Number, str]()
+    if found is None:
+        return None
+    while found:
+        found, (number, name) = found
+        names[number] = name
+    return dict(reversed(names.items()))
+
+
+def _may_be(shape: Shape, states: Sequence[Shape]) -> bool:
+    """Can a tensor of this shape be the parameter that has these states, or factors of them? Without any, whatever."""
+    kept = [one for one in states if one not in ((), (1,))]
+    # A single one of fewer dimensions is that of another parameter: a bias has the length of its matrix's rows.
+    factors = len(set(kept)) > 1 and all(_left_of(one, shape) for one in kept)
+    return not kept or shape in kept or factors
 
 
 def fits(state: Any, shape: Shape) -> bool:

@@ -39,6 +39,7 @@ class Parts:
     step: int | None = None
     rest: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)
 
 
 def parts_of(tree: Mapping[Any, Any]) -> Parts:
@@ -56,6 +57,9 @@ def parts_of(tree: Mapping[Any, Any]) -> Parts:
     keys = [word] if word else _of_model(left)
     if len(keys) == 1 and isinstance(left[keys[0]], dict):
         model = left.pop(keys[0])
+        others = [key for key, value in left.items() if isinstance(value, dict) and _is_model(key, value)]
+        if others:
+            found.notes.append(f"the model is what stands under {keys[0]!r}; objects beside it: {some(others)}")
     else:
         model = {key: left.pop(key) for key in keys}
     found.rest = left
@@ -131,7 +135,7 @@ def _add_model(model: Mapping[str, Any], found: Parts) -> None:
         elif isinstance(value, Stored) and name not in found.tensors:
             found.tensors[name] = value
         elif isinstance(value, Stored):
-            found.notes.append(f"tensor {name!r} is there twice, once as a path: the first one counts")
+            found.lost.append(f"tensor {name!r} is there twice, once as a path: the first one counts")
         elif value is not None:
             found.rest.setdefault("model", {})[name] = value
 

@@ -16,7 +16,7 @@ from importlib import import_module
 from itertools import chain
 from typing import IO, Any, TypeVar, cast
 
-from ckpt.convert.torchfile.names import PLAIN, Inert, Named, Names, check_keys
+from ckpt.convert.torchfile.names import PLAIN, Inert, Named, Names, check_keys, kind_of
 from ckpt.errors import CkptError, FormatError, MalformedData, UnsupportedFeature
 
 T = TypeVar("T")
@@ -31,6 +31,24 @@ MAX_NODES = 50_000_000
 """Values that may come out, one for each place where it stands: references can make few bytes into very many."""
 
 _MARK = object()
+
+
+class _Refused:
+    """Stands for a value that cannot be read: what is wrong is said once it is known where it stands."""
+
+    def __init__(self, error: UnsupportedFeature) -> None:
+        self.error = error
+
+
+class _At(Exception):
+    """On its way from a value that cannot be read to the top. ``path``: to it, from the bottom up."""
+
+    def __init__(self, error: UnsupportedFeature) -> None:
+        super().__init__()
+        self.error = error
+        self.path: list[str] = []
+
+
 _NO_KEYWORDS: dict[str, Any] = {}
 
 
@@ -62,11 +80,18 @@ def run_pickle(
                 raise MalformedData(f"{where}: a pickle of more than {MAX_OPCODES} opcodes")
             _OPCODES[opcode.name](machine, argument)
         (tree,) = machine.stack
+    except CkptError as error:
+        if machine.refused:  # what comes behind it may be nothing but its consequence
+            raise machine.refused[0] from error
+        raise
+    except Exception as error:
+        # Hostile bytes make Python raise anything (RecursionError in a hash, OverflowError, …), trusted ones too.
+        raise MalformedData(f"{where}: not a readable pickle ({error!r:.300})") from error
+    try:
         check_tree(tree, where, trust)
     except CkptError:
         raise
     except Exception as error:
-        # Hostile bytes make Python raise anything (RecursionError in a hash, OverflowError, …), trusted ones too.
         raise MalformedData(f"{where}: not a readable pickle ({error!r:.300})") from error
     return tree
 
@@ -77,6 +102,8 @@ class _Machine:
         self.stack: list[Any] = []
         self._names, self._persistent = names, persistent
         self._memo: dict[int, Any] = {}
+        self.refused: list[UnsupportedFeature] = []
+        """what could not be made, and is not an error yet"""
 
     def push(self, value: Any) -> None:
         self.stack.append(value)
@@ -104,7 +131,7 @@ class _Machine:
         """Return the topmost value. What trusted code made may be anything that has the methods of ``kind``."""
         value = self.stack[-1]
         if type(value) is not kind and not self.trust:
-            raise self._wrong(f"{what} a {type(value).__name__}")
+            raise self._wrong(f"{what} a {kind_of(value)}")
         return cast("T", value)
 
     def memoize(self, number: int | None) -> None:
@@ -154,11 +181,25 @@ class _Machine:
     def call(self, function: Any, arguments: Any, keywords: Any = _NO_KEYWORDS) -> None:
         """Call what :meth:`named` pushed: of ours always, of others only what is trusted."""
         if not isinstance(arguments, tuple) or not isinstance(keywords, dict):
-            raise self._wrong(f"calls with {type(arguments).__name__} for arguments")
+            raise self._wrong(f"calls with {kind_of(arguments)} for arguments")
         if not self.trust and not isinstance(function, Named):
-            raise self._wrong(f"calls a {type(function).__name__}")
-        with self._placed():
-            self.push(function(*arguments, **keywords))
+            raise self._wrong(f"calls a {kind_of(function)}")
+        broken = next((one for one in (*arguments, *keywords.values()) if isinstance(one, _Refused)), None)
+        if broken is not None:  # a parameter of such a tensor, say
+            self.push(broken)
+            return
+        self._make(lambda: function(*arguments, **keywords))
+
+    def _make(self, make: Callable[[], Any]) -> None:
+        """Push a value, or what stands for one that cannot be made."""
+        try:
+            with self._placed():
+                self.push(make())
+        except UnsupportedFeature as error:
+            if self.trust:  # in what trusted code makes, nobody would find it again
+                raise
+            self.refused.append(error)
+            self.push(_Refused(error))
 
     def new(self, kind: Any, arguments: Any, keywords: Any = _NO_KEYWORDS) -> None:
         if self.trust and isinstance(kind, type):
@@ -168,18 +209,23 @@ class _Machine:
 
     def build(self) -> None:
         state = self.pop()
+        parts = (self.stack[-1], *(state if isinstance(state, tuple) else ()))
+        broken = next((one for one in parts if isinstance(one, _Refused)), None)
+        if broken is not None:
+            self.stack[-1] = broken
+            return
         with self._placed():
             done = self._names.set_state(self.stack[-1], state)
         if not done and not self.trust:
-            raise self._wrong(f"sets the state of a {type(self.stack[-1]).__name__}")
+            raise self._wrong(f"sets the state of a {kind_of(self.stack[-1])}")
         if not done:
             _set_state(self.stack[-1], state)
 
     def persistent(self) -> None:
-        if self._persistent is None:
+        find, words = self._persistent, self.pop()
+        if find is None:
             raise self._wrong("refers to something outside of it")
-        with self._placed():
-            self.push(self._persistent(self.pop()))
+        self._make(lambda: find(words))
 
     def refuse(self, opcode: str) -> None:
         raise self._wrong(f"has an opcode {opcode}, which torch.save does not write")
@@ -231,21 +277,42 @@ def check_tree(tree: Any, where: str, trust: bool = False) -> None:
     def visit(value: Any, depth: int) -> int:
         if isinstance(value, PLAIN):
             return 1
+        if isinstance(value, _Refused):
+            raise _At(value.error)
         key = id(value)
         if key in counted:
             return counted[key]
         if key in inside or depth > MAX_DEPTH:
             raise MalformedData(f"{where}: what the pickle holds is nested more than {MAX_DEPTH} deep, or in itself")
         inside.add(key)
-        counted[key] = 1 + sum(visit(child, depth + 1) for child in _children(value, where, trust))
+        total = 1
+        for child in _children(value, trust):
+            try:
+                total += visit(child, depth + 1)
+            except _At as found:
+                found.path += _step(value, child)
+                raise
+        counted[key] = total
         inside.discard(key)
-        return counted[key]
+        return total
 
-    if visit(tree, 0) > MAX_NODES:
+    try:
+        nodes = visit(tree, 0)
+    except _At as found:
+        said = str(found.error).removeprefix(f"{where}: ")
+        path = ".".join(reversed(found.path))
+        raise UnsupportedFeature(f"{where}: {f'{path!r}: ' if path else ''}{said}") from found.error
+    if nodes > MAX_NODES:
         raise MalformedData(f"{where}: what the pickle holds has more than {MAX_NODES} values")
 
 
-def _children(value: Any, where: str, trust: bool) -> Iterator[Any]:
+def _step(value: Any, child: Any) -> list[str]:
+    """Return the key under which something stands in a value, none if it has none."""
+    pairs = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list | tuple) else ()
+    return [str(key) for key, one in pairs if one is child][:1]
+
+
+def _children(value: Any, trust: bool) -> Iterator[Any]:
     if isinstance(value, dict):
         return chain(value.keys(), value.values())
     if isinstance(value, list | tuple | set | frozenset):
@@ -253,8 +320,8 @@ def _children(value: Any, where: str, trust: bool) -> Iterator[Any]:
     if isinstance(value, Inert):
         return iter((value.args, value.attributes))
     if not trust:
-        name = value.name if isinstance(value, Named) else f"a {type(value).__name__.strip('_')}"
-        raise UnsupportedFeature(f"{where}: holds {name} by itself, {REFUSED}")
+        name = value.name if isinstance(value, Named) else f"a {kind_of(value)}"
+        raise _At(UnsupportedFeature(f"{name} by itself, {REFUSED}"))
     return iter(())
 
 

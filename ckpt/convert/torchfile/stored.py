@@ -10,11 +10,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.lib.stride_tricks import as_strided
 
 from ckpt.convert.torchfile.file import Inert, Stored
 from ckpt.errors import MalformedData, UnsupportedFeature
-from ckpt.layout.box import Box
+from ckpt.layout.box import Box, boxes_of_range
 from ckpt.layout.spec import ITEMSIZE
+from ckpt.runtime.reading import GAP_BYTES
 from ckpt.runtime.staging import as_tensor
 
 if TYPE_CHECKING:
@@ -27,9 +29,17 @@ if TYPE_CHECKING:
     from ckpt.store.base import Store
 
 ELEMENTS = 1 << 17
-"""Elements that are put together at once; each costs some 40 bytes of memory."""
+"""Elements that are put together at once."""
 WINDOW = 1 << 20
-"""Bytes of the file that are read at once for it."""
+"""Bytes of the file that are read at once for it, those between included."""
+ROWS_BYTES = 8 << 20
+"""Bytes of the rows of a tensor from which a part is made: what is written at once with the least memory. A part that
+went through all rows would be read anew for each of them.
+"""
+RUN_BYTES, MORE_ROWS = 4 << 10, 4
+"""Rows are so many that the file has this many bytes of each part together, since fewer take as long to read; at most
+this many times as many rows for it.
+"""
 PLAIN_OBJECTS = ("argparse.Namespace", "types.SimpleNamespace")
 """Classes whose objects are nothing but their attributes."""
 MAX_LOADED = 64 << 20
@@ -47,12 +57,27 @@ def add_stored(builder: Builder, spec: TensorSpec, box: Box, stored: Stored, sto
     if stored.is_contiguous:
         builder.add(spec, box, stored.key, stored.start)
         return
-    for offsets, slab in _slabs(stored, (0,) * box.ndim):
+    for offsets, slab in _parts(stored, (0,) * box.ndim):
         part = Box(tuple(a + b for a, b in zip(box.offsets, offsets, strict=True)), slab.shape)
         if slab.is_contiguous:
             builder.add(spec, part, slab.key, slab.start)
         else:
             builder.add_virtual(spec, part, Gathered(store, slab))
+
+
+def _parts(stored: Stored, offsets: tuple[int, ...], dim: int = 0) -> Iterator[tuple[tuple[int, ...], Stored]]:
+    """Yield parts of a few rows, since rows are what is asked for, and each as it lies in the file."""
+    while dim < len(stored.shape) and stored.shape[dim] == 1:
+        dim += 1
+    if stored.nbytes <= ROWS_BYTES or dim == len(stored.shape):
+        yield from _slabs(stored, offsets)
+        return
+    size, step = stored.shape[dim], stored.strides[dim] * ITEMSIZE[stored.dtype]
+    fitting = max(1, size * ROWS_BYTES // stored.nbytes)
+    rows = max(fitting, min(-(-RUN_BYTES // step), fitting * MORE_ROWS)) if step else fitting
+    for at, part in _cut(stored, dim, rows):
+        here = (*offsets[:dim], offsets[dim] + at, *offsets[dim + 1 :])
+        yield from _parts(part, here, dim + 1) if rows == 1 else _slabs(part, here)
 
 
 def _slabs(stored: Stored, offsets: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], Stored]]:
@@ -63,15 +88,25 @@ def _slabs(stored: Stored, offsets: tuple[int, ...]) -> Iterator[tuple[tuple[int
         yield offsets, stored
         return
     dim = max((d for d, size in enumerate(stored.shape) if size > 1), key=lambda d: stored.strides[d])
-    rows = max(1, stored.shape[dim] * ELEMENTS // stored.volume)
+    for at, part in _cut(stored, dim, max(1, stored.shape[dim] * ELEMENTS // stored.volume)):
+        yield from _slabs(part, (*offsets[:dim], offsets[dim] + at, *offsets[dim + 1 :]))
+
+
+def _cut(stored: Stored, dim: int, rows: int) -> Iterator[tuple[int, Stored]]:
+    """Yield (first, part) of so many along a dimension."""
     for at in range(0, stored.shape[dim], rows):
-        size = min(rows, stored.shape[dim] - at)
-        shape = (*stored.shape[:dim], size, *stored.shape[dim + 1 :])
-        start = stored.start + at * stored.strides[dim] * ITEMSIZE[stored.dtype]
-        here = (*offsets[:dim], at, *offsets[dim + 1 :])
-        yield from _slabs(replace(stored, shape=shape, start=start), here)
+        shape = (*stored.shape[:dim], min(rows, stored.shape[dim] - at), *stored.shape[dim + 1 :])
+        yield at, _within(stored, (*(0,) * dim, at, *(0,) * (len(shape) - dim - 1)), shape)
 
 
+def _within(stored: Stored, offsets: tuple[int, ...], shape: tuple[int, ...]) -> Stored:
+    first = sum(at * step for at, step in zip(offsets, stored.strides, strict=True))
+    return replace(stored, shape=shape, start=stored.start + first * ITEMSIZE[stored.dtype])
+
+
+_Items = np.ndarray[Any, np.dtype[Any]]
+_ITEMS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
+"""What is copied for elements of so many bytes, bit for bit."""
 Place = tuple[str, tuple[int, ...], tuple[int, ...], str, int]
 """The fields of a :class:`~ckpt.convert.torchfile.file.Stored`."""
 
@@ -82,6 +117,8 @@ class Gathered:
     def __init__(self, store: Store, stored: Stored) -> None:
         self._store, self._stored = store, stored
         self._width = ITEMSIZE[stored.dtype]
+        # A request of a disk costs little; one of a store that is far away, as much as many bytes.
+        self._gap = GAP_BYTES if hasattr(store, "root") else WINDOW
 
     @classmethod
     def of(cls, store: Store, row: Place) -> Gathered:
@@ -99,34 +136,41 @@ class Gathered:
 
     def __getitem__(self, part: slice) -> bytes:
         start, stop, _ = part.indices(len(self))
+        stop = max(start, stop)
         first, last = start // self._width, -(-stop // self._width)
         if self._stored.is_contiguous:
-            return self._read(first, last - first).tobytes()[start - first * self._width :][: max(0, stop - start)]
-        blocks = (self._block(at, min(at + ELEMENTS, last)) for at in range(first, last, ELEMENTS))
-        return b"".join(blocks)[start - first * self._width :][: max(0, stop - start)]
-
-    def _block(self, first: int, last: int) -> bytes:
-        places = self._places(first, last)
-        order = np.argsort(places, kind="stable")
-        ascending = places[order]
-        found = np.empty((last - first, self._width), np.uint8)
+            return self._read(first, last - first).tobytes()[start - first * self._width :][: stop - start]
+        found: _Items = np.empty(last - first, _ITEMS[self._width])
         at = 0
-        while at < len(order):
-            low = int(ascending[at])
-            end = int(np.searchsorted(ascending, low + WINDOW // self._width))
-            count = int(ascending[end - 1]) + 1 - low
-            found[order[at:end]] = self._read(low, count)[ascending[at:end] - low]
-            at = end
-        return found.tobytes()
+        for box in boxes_of_range(self._stored.shape, first, last):
+            self._fill(_within(self._stored, box.offsets, box.sizes), found[at : at + box.volume].reshape(box.sizes))
+            at += box.volume
+        return found.tobytes()[start - first * self._width :][: stop - start]
 
-    def _places(self, first: int, last: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """Return the element of the file at which each element ``[first, last)``, counted row by row, stands."""
-        left = np.arange(first, last, dtype=np.int64)
-        places = np.zeros(last - first, np.int64)
-        for size, stride in zip(reversed(self._stored.shape), reversed(self._stored.strides), strict=True):
-            left, here = np.divmod(left, size)
-            places += here * stride
-        return places
+    def _fill(self, part: Stored, target: _Items) -> None:
+        """Read a part into ``target``, of its shape."""
+        long = [step for n, step in zip(part.shape, part.strides, strict=True) if n > 1]
+        order = sorted(range(len(long)), key=lambda d: -long[d])
+        lines = target[(*(0 if n == 1 else slice(None) for n in part.shape), ...)]
+        first = (part.start - self._stored.start) // self._width
+        self._fill_from(first, [long[d] for d in order], lines.transpose(order))
+
+    def _fill_from(self, first: int, strides: list[int], target: _Items) -> None:
+        """Read elements from the file's ``first`` on; ``strides`` descend, as ``target``'s dimensions do."""
+        spans = [1]  # elements of the file that the last, the last two, … dimensions go over
+        for size, step in zip(reversed(target.shape), reversed(strides), strict=True):
+            spans.append(spans[-1] + (size - 1) * step)
+        whole, inner = spans[-1], spans[-2] if strides else 1
+        if strides and (inner * self._width > WINDOW or (strides[0] - inner) * self._width > self._gap):
+            for n in range(len(target)):
+                self._fill_from(first + n * strides[0], strides[1:], target[n, ...])
+        elif whole * self._width > WINDOW:
+            together = max(1, 1 + (WINDOW // self._width - inner) // strides[0])
+            for n in range(0, len(target), together):
+                self._fill_from(first + n * strides[0], strides, target[n : n + together])
+        else:
+            read = self._read(first, whole).reshape(-1).view(target.dtype)
+            target[...] = as_strided(read, target.shape, [step * self._width for step in strides])
 
     def _read(self, first: int, count: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
         start = self._stored.start + first * self._width

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from ckpt.convert.torchfile.pickle_write import Piece, Planned, encode, piece_bytes
 from ckpt.convert.torchfile.zip_stream import Archive
 from ckpt.errors import MalformedData
@@ -15,8 +17,7 @@ from ckpt.format.digest import raw_digest
 from ckpt.layout.spec import Shard
 
 if TYPE_CHECKING:
-    from ckpt.store.base import Buffer, Store
-    from ckpt.store.blocks import Blocks
+    from ckpt.store.base import Buffer
 
 Feed = Callable[[Sequence[Shard]], Iterable["Buffer"]]
 """Returns the bytes of these wants, one behind the other, in buffers of any length."""
@@ -63,30 +64,17 @@ class TorchFile:
         self._archive.write(write, content)
 
 
-def write_torch(store: Store, key: str, tree: Any, feed: Feed, *, blocks: Blocks | None = None) -> int:
-    """Write a tree as a file under ``key``, which appears there whole or not at all. Returns its bytes.
-
-    Raises:
-        ConfigError: something in the tree cannot be written.
-        StoreError: the store failed, or has an object there already.
-    """
-    file = TorchFile(tree)
-    with store.writer(key, size=file.nbytes, blocks=blocks) as writer:
-        file.write(writer.write, feed)
-        writer.finish()
-    return file.nbytes
-
-
-def tensor_file(dtype: str, shape: Sequence[int], pieces: Sequence[Piece]) -> TorchFile:
-    """Return the file that ``torch.save`` would write of one tensor."""
-    return TorchFile(Planned(dtype, tuple(shape), tuple(pieces)))
-
-
 def _identity(tree: bytes, storages: Sequence[Planned]) -> bytes:
     said = [raw_digest(tree)]
-    for storage in storages:
-        said += [p if isinstance(p, bytes) else repr(p).encode() for p in storage.pieces]
+    said += [msgspec.msgpack.encode([*map(_said, storage.pieces)]) for storage in storages]
     return raw_digest(b"|".join(said))
+
+
+def _said(piece: Piece) -> object:
+    if not isinstance(piece, Shard):
+        return piece
+    spec, box = piece.spec, piece.box
+    return spec.fqn, spec.role, spec.dtype, spec.shape, box.offsets, box.sizes
 
 
 class Taken:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import zipfile
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 from zlib import crc32
 
-from ckpt.errors import MalformedData, UnsupportedFeature
+from ckpt.errors import DigestMismatch, MalformedData, UnsupportedFeature
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from ckpt.store.base import Store
 
 WINDOW = 64 << 10
@@ -77,6 +79,15 @@ class RangeFile:
         return line
 
 
+class Record(NamedTuple):
+    """``nbytes`` bytes from byte ``start`` of the object. ``crc``: their CRC-32, None where the archive says none."""
+
+    name: str
+    start: int
+    nbytes: int
+    crc: int | None
+
+
 class TorchZip:
     """The records of one archive, by their names without the folder that all of them are in.
 
@@ -123,7 +134,7 @@ class TorchZip:
         info = self._infos.get(self._folder + name)
         if info is None:
             raise MalformedData(f"{self.where}: has no record {name!r:.200}")
-        if info.compress_type != zipfile.ZIP_STORED or info.file_size != info.compress_size or info.flag_bits & 1:
+        if not _is_plain(info):
             raise UnsupportedFeature(
                 f"{self.where}: record {name!r:.200} is compressed or encrypted, torch.save does neither"
             )
@@ -143,6 +154,32 @@ class TorchZip:
         start, nbytes = self.place(name)
         self._file.seek(start - self._file.start)
         data = self._file.read(nbytes)
-        if crc32(data) != self._infos[self._folder + name].CRC:
-            raise MalformedData(f"{self.where}: record {name!r:.200} has another checksum than the archive says")
+        expected, found = _crc_of(self._infos[self._folder + name]), crc32(data)
+        if expected is not None and found != expected:
+            raise DigestMismatch(mismatch(self.where, name, expected, found))
         return data
+
+    def records(self) -> Iterator[Record]:
+        """Yield all records in the order of their bytes. What is compressed is nothing that torch reads, and left out.
+
+        Raises:
+            MalformedData: as :meth:`place`.
+        """
+        for full, info in self._infos.items():
+            if _is_plain(info):
+                name = full.removeprefix(self._folder)
+                yield Record(name, *self.place(name), _crc_of(info))
+
+
+def _is_plain(info: zipfile.ZipInfo) -> bool:
+    return info.compress_type == zipfile.ZIP_STORED and info.file_size == info.compress_size and not info.flag_bits & 1
+
+
+def _crc_of(info: zipfile.ZipInfo) -> int | None:
+    """Return the CRC-32 of a record; ``torch.serialization.set_crc32_options(False)`` leaves zeros in its place."""
+    return info.CRC if info.CRC or not info.file_size else None
+
+
+def mismatch(where: str, name: str, expected: int, found: int) -> str:
+    """Return what there is to say of a record whose bytes are not those that were written."""
+    return f"{where}: record {name!r:.200}: expected CRC-32 {expected:#010x}, found {found:#010x}"

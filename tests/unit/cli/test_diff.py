@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 from click.testing import CliRunner
 
 from ckpt import errors
@@ -42,11 +43,12 @@ def test_the_same_state_is_code_0(root: Path) -> None:
 
 def test_other_state_is_a_code_of_its_own_and_names_each_tensor(root: Path) -> None:
     lines = run(root, root, "--step", "1", "--step-b", "2", code=DIFFERENT).splitlines()
-    assert [line.split() for line in lines[2:-1]] == [
+    assert [line.split() for line in lines[2:-2]] == [
         ["tensor", "role", "elements", "max", "abs"],
         ["small", "buffer", "different", "3", "1"],
         ["w", "param", "different", "128", "1000"],
     ]
+    assert lines[-2].startswith("not compared, objects beside the tensors: ")
     assert lines[-1] == "3 tensors: 1 equal, 2 different"
 
 
@@ -63,7 +65,18 @@ def test_one_json_document(root: Path) -> None:
     }  # fmt: skip
 
 
+def test_what_is_not_compared_is_told(tmp_path: Path) -> None:
+    for name, ema in (("a", torch.ones(3)), ("b", torch.zeros(3))):
+        torch.save({"model": {"w": torch.ones(3)}, "ema": {"w": ema}, name: 1}, tmp_path / f"{name}.pt")
+    lines = run(tmp_path / "a.pt", tmp_path / "b.pt").splitlines()
+    assert "not compared, objects beside the tensors: a (A), b (B), ema (A and B)" in lines
+    assert "   the model is what stands under 'model'; objects beside it: ema" in lines
+    found = json.loads(run(tmp_path / "a.pt", tmp_path / "b.pt", "--json"))
+    assert found["not_compared"] == {"a": ["A"], "b": ["B"], "ema": ["A", "B"]}
+
+
 def test_what_is_not_there_is_code_10_and_says_what_was_looked_for(root: Path, tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").touch()
     problem = json.loads(run(root, tmp_path, "--json", code=10))["error"]
     assert problem["type"] == "NoSuchCheckpoint"
     assert "safetensors" in problem["message"]

@@ -17,6 +17,7 @@ from ckpt.convert.target import target_of
 from ckpt.repo.repository import Repository
 from ckpt.repo.verify import verify
 from ckpt.store.local import LocalStore
+from tests.harness.deepspeed_files import Model, numbered, write_zero3
 from tests.harness.terminal import terminal
 from tests.unit.convert.sources import ADAM, Source
 
@@ -128,6 +129,20 @@ def test_what_a_dtype_makes_infinite_is_told(tmp_path: Path) -> None:
     told = "layers.0.weight (param): 1 finite element of SRC too large for float16, infinite in DST"
     assert told in done["lost"]
     assert done["verified"] == {"equal": True, "tensors": 1, "overflowed": 1, "unequal": []}
+
+
+def test_an_optimizer_that_was_started_anew_comes_along_with_its_own_count(tmp_path: Path) -> None:
+    write_zero3(tmp_path / "src", Model([{"layers.0.w": numbered((6, 2), 1)}], step=4.0), 2, global_steps=9)
+    assert "--optimizer-step 4" in error("reshard", tmp_path / "src", tmp_path / "dst", code=12)["message"]
+    flags = ("--to", "deepspeed", "--dp", "3", "--optimizer-step", "4")
+    assert document("reshard", tmp_path / "src", tmp_path / "dst", *flags, "--verify")["verified"]["equal"]
+    same = ("diff", tmp_path / "src", tmp_path / "dst", "--optimizer-step", "4")
+    assert document(*same)["equal"]
+    assert document(*same, "--optimizer-step-b", "4")["equal"]
+    assert "counts 4" in error("reshard", tmp_path / "src", tmp_path / "to", "--optimizer-step", "5", code=2)["message"]
+    run("import", tmp_path / "src", tmp_path / "ours", "--optimizer-step", "4")
+    found = error("reshard", tmp_path / "ours", tmp_path / "to", "--optimizer-step", "4", code=2)["message"]
+    assert found == f"an optimizer step is only said of files of DeepSpeed, {tmp_path / 'ours'} is ckpt"
 
 
 def test_slices_of_the_source_do_not_matter_where_tensors_are_whole(root: Path, tmp_path: Path) -> None:

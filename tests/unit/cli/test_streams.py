@@ -57,6 +57,15 @@ def test_a_reader_that_has_gone_does_not_change_the_code(root: Path, tmp_path: P
         assert (done.returncode, done.stderr) == (code, b"")
 
 
+def test_nor_does_one_of_standard_error(tmp_path: Path) -> None:
+    for options in ([], ["--json"]):
+        mine, its = os.pipe()
+        os.close(mine)
+        done = subprocess.run(line("ls", tmp_path / "typo", *options), cwd=REPO, stdout=its, stderr=its, check=False)
+        os.close(its)
+        assert done.returncode == 10
+
+
 @pytest.mark.parametrize("options", [[], ["--json"]], ids=str)
 def test_ctrl_c_is_said_and_has_a_code_of_its_own(root: Path, tmp_path: Path, options: list[str]) -> None:
     os.mkfifo(tmp_path / "rules.yaml")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+from contextlib import nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -16,11 +18,13 @@ from torch.distributed.checkpoint._extension import ZStandard
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 import ckpt
+from ckpt.convert.compare import compare
 from ckpt.convert.dcp import optimizer as dcp_optimizer
 from ckpt.convert.dcp import read as read_dcp
 from ckpt.convert.dcp.read import is_dcp, open_dcp
 from ckpt.convert.dcp.write import write_dcp
 from ckpt.convert.find import open_source
+from ckpt.convert.job import Conversion, Result, convert
 from ckpt.convert.options import WEIGHTS, ReadOptions, WriteOptions
 from ckpt.convert.ours.read import open_ours
 from ckpt.convert.target import target_of
@@ -35,7 +39,6 @@ from tests.unit.convert.sources import ADAM, Source
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
     from ckpt.convert.opened import Opened
 
@@ -91,6 +94,13 @@ def save(state: dict[str, Any], path: Path, **options: Any) -> None:
 
 def opened(path: Path, **options: Any) -> Opened:
     return open_dcp(open_store(str(path)), "it", options=ReadOptions(**options))
+
+
+def imported(source: Path, destination: Path, **asked: Any) -> Result:
+    return convert(
+        Conversion(source=str(source), destination=str(destination), **asked),
+        lambda _: nullcontext(lambda _done, _total: None),
+    )
 
 
 def of_functions(model: Net, optimizer: Any) -> dict[str, Any]:
@@ -158,14 +168,35 @@ def test_several_optimizers_are_one_list_of_groups(tmp_path: Path) -> None:
     assert objects(theirs) == objects(mine)
 
 
-def test_numbers_that_fit_two_ways_are_refused(tmp_path: Path) -> None:
+def test_factors_of_parameters_by_number_find_their_names(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 6))
+    made = torch.optim.Adafactor(model.parameters())
+    model(torch.ones(2, 4)).sum().backward()
+    made.step()
+    state = {"model": model.state_dict(), "optimizer": made.state_dict()}
+    save(state, tmp_path / "theirs")
+    torch.save(state, tmp_path / "theirs.pt")
+    found = opened(tmp_path / "theirs")
+    assert found.lost == ()
+    assert {spec.role for spec in found.specs} == {PARAM, "row_var", "col_var", "variance", "step"}
+    plain = open_source(str(tmp_path / "theirs.pt"), options=ReadOptions())
+    assert [row for row in compare(found, plain) if row.status != "equal"] == []
+
+
+def test_of_numbers_that_fit_two_ways_the_weights_are_read(tmp_path: Path) -> None:
     model = nn.ParameterDict({name: nn.Parameter(torch.zeros(2, 2)) for name in "abc"})
     made = torch.optim.Adam([model["a"], model["b"]])  # or c?
     (model["a"] + model["b"]).sum().backward()
     made.step()
-    save({"model": model.state_dict(), "optimizer": made.state_dict()}, tmp_path)
-    with pytest.raises(UnsupportedFeature, match=r"'optimizer' knows its parameters by number.*get_state_dict"):
-        opened(tmp_path)
+    save({"model": model.state_dict(), "optimizer": made.state_dict()}, tmp_path / "theirs")
+    found = opened(tmp_path / "theirs")
+    assert {spec.key for spec in found.specs} == {(name, PARAM) for name in "abc"}
+    (line,) = found.lost
+    assert line.startswith("the state of optimizer 'optimizer' is left out: it knows its parameters by number (0, 1)")
+    assert line.endswith("get_state_dict returns")
+    assert (found.step, objects(found)["optimizer"]) == (1, None)
+    assert line in imported(tmp_path / "theirs", tmp_path / "ours").written.lost
+    assert line in imported(tmp_path / "theirs", tmp_path / "dry", writing=WriteOptions(dry_run=True)).written.lost
 
 
 def test_a_model_alone(tmp_path: Path) -> None:
@@ -179,6 +210,47 @@ def test_a_model_alone(tmp_path: Path) -> None:
         assert {roles[name] for name, _ in model.named_buffers()} == {BUFFER}
     assert objects(found)["arg"] == [1, {"x": (2,)}]
     assert objects(found)["optimizer"] is None
+
+
+class Positions(nn.Module):
+    """A buffer and a frozen parameter that no name tells apart."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.register_buffer("scale", torch.randn(4))
+        self.places = nn.Parameter(torch.randn(1, 4), requires_grad=False)
+        self.line = nn.Linear(4, 2)
+
+    def optimizer(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad])
+
+
+def test_what_was_taken_for_a_buffer_fills_a_parameter_and_the_reverse(tmp_path: Path) -> None:
+    """Nothing records the difference: a weights file has no buffers, a job's whole state no frozen parameters."""
+    model = Positions(1)
+    made = model.optimizer()
+    model.line(model.scale + model.places).sum().backward()
+    made.step()
+    save(model.state_dict(), tmp_path / "weights")
+    save(of_functions(model, made), tmp_path / "whole")  # type: ignore[arg-type]
+    ckpt.save((model, made), str(tmp_path / "ours"), step=1)
+    imported(tmp_path / "ours", tmp_path / "out", to="dcp")
+    for source, kind in (("weights", PARAM), ("whole", BUFFER), ("out", BUFFER)):
+        destination = str(tmp_path / f"{source}-again")
+        assert imported(tmp_path / source, Path(destination), verify=True).unequal == ()
+        catalog = open_ours(open_store(destination), "again").catalog()
+        assert catalog.find("scale", kind)
+        assert catalog.find("places", kind)
+        for strict in (True, False):
+            other = Positions(2)
+            whole = source != "weights" and strict
+            report = ckpt.load((other, other.optimizer()) if whole else other, destination, strict=strict)
+            assert report.missing == ()
+            swapped = "scale" if kind == PARAM else "places"
+            assert [note for note in report.notes if "or the reverse" in note and note.endswith(f": {swapped}")]
+            for name, value in model.state_dict().items():
+                assert torch.equal(other.state_dict()[name], value), (source, name)
 
 
 def test_a_writer_that_tells_no_paths(tmp_path: Path) -> None:
@@ -215,7 +287,7 @@ def test_objects_of_unknown_classes_need_trust_and_are_named(tmp_path: Path) -> 
     with pytest.raises(UnsupportedFeature, match=r"cursor\.it: .*test_dcp\.Thing.*--trust-pickle"):
         opened(tmp_path)
     trusted = opened(tmp_path, trust_pickle=True)
-    assert next(note for note in trusted.notes if "cursor" in note).endswith("left out")
+    assert next(line for line in trusted.lost if "cursor" in line).endswith("left out")
     assert ("w", PARAM) in content(trusted)
 
 
@@ -234,8 +306,33 @@ def test_state_of_a_parameter_that_the_model_lacks_is_refused(tmp_path: Path) ->
     state = of_functions(model, made)
     del state["model"]["scale"]
     save(state, tmp_path)
-    with pytest.raises(UnsupportedFeature, match=r"'optim' has state of param.*scale"):
+    with pytest.raises(UnsupportedFeature, match=r"'optim' has state of param.*scale.*--roles weights"):
         opened(tmp_path)
+    found = opened(tmp_path, roles=WEIGHTS)
+    assert {spec.fqn for spec in found.specs} == state["model"].keys() - {"_extra_state"}
+    assert "has state of parameters that the model lacks: optim.state.scale" in found.lost[0]
+
+
+def test_options_by_parameter_as_megatrons_fsdp_leaves_them(tmp_path: Path) -> None:
+    shapes = {"decoder.layers.0.mlp.linear_fc1.weight": (4, 3), "decoder.final_layernorm.weight": (3,)}
+    options = {"lr": 0.1, "betas": (0.9, 0.999), "eps": 1e-8, "is_expert_parallel": False}
+    state, meta = {}, {}
+    for n, (name, shape) in enumerate(shapes.items()):  # the optimizer's names have one wrapper more
+        state[f"module.module.{name}"] = {"exp_avg": torch.full(shape, float(n)), "step": torch.tensor(2.0)}
+        meta[f"module.module.{name}"] = {**options, "wd_mult": 1.0 - n}
+    model = {f"module.{name}": torch.ones(shape) for name, shape in shapes.items()}
+    model["module.decoder.layers.0.mlp.linear_fc1._extra_state"] = None
+    optimizer = {"state": state, "param_to_group_meta": meta}
+    dcp.save({"model": model, "optimizer": optimizer, "iteration": 2}, checkpoint_id=tmp_path)
+    opened = open_dcp(open_store(str(tmp_path)), "it")
+    found = contents(opened)
+    assert opened.step == 2
+    assert {key[0] for key in found} == set(shapes)
+    for n, (name, shape) in enumerate(shapes.items()):
+        assert torch.equal(found[name, "exp_avg"], torch.full(shape, float(n)))
+        assert found[name, "step"].item() == 2
+    groups = objects(opened)["optimizer"]["groups"]
+    assert groups == [{"params": [name], "options": {**options, "wd_mult": 1.0 - n}} for n, name in enumerate(shapes)]
 
 
 def test_what_is_nobodys_is_carried_if_it_is_small_and_named_if_not(
@@ -251,7 +348,7 @@ def test_what_is_nobodys_is_carried_if_it_is_small_and_named_if_not(
     monkeypatch.setattr(read_dcp, "SMALL", 100)
     left = opened(tmp_path)
     assert "ema" not in objects(left)
-    assert any(note.startswith("ema.layers.0.weight") and note.endswith("left out") for note in left.notes)
+    assert any(line.startswith("ema.layers.0.weight") and line.endswith("left out") for line in left.lost)
 
 
 def test_ties_that_a_user_states(tmp_path: Path) -> None:

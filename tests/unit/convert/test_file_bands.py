@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ckpt.convert.file_bands import LONG, MOST, Lane, merged, width_of
+from ckpt.convert.file_bands import LONG, MOST, WIDE, Lane, merged, width_of
 from ckpt.errors import MalformedData, StoreError
 from ckpt.layout.box import Box
 from ckpt.layout.spec import Shard, TensorSpec
@@ -23,6 +23,14 @@ def test_files_of_long_wants_are_written_one_by_one() -> None:
     assert width_of([want("a", 0, LONG // 2)]) == 4
     few, many = want("a", 0, 2 * LONG), [want("b", n, 8) for n in range(1000)]
     assert width_of([few, *many]) == 1  # most bytes lie in the long one
+
+
+def test_of_small_files_that_take_no_memory_many_are_written_at_once() -> None:
+    wants = [want("a", n, 8) for n in range(10)]
+    assert width_of(wants, 1 << 20, wide=WIDE) == WIDE
+    assert width_of(wants, 64 << 20, wide=WIDE) == 16
+    assert width_of(wants, 1 << 30, wide=WIDE) == width_of(wants, 1 << 20) == MOST
+    assert width_of([want("a", 0, LONG // 8)], 1 << 20, wide=WIDE) == 16
 
 
 def test_wants_of_one_tensor_come_together_and_each_file_keeps_its_order() -> None:

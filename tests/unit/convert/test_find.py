@@ -11,8 +11,11 @@ from ckpt.cli import reshard, source
 from ckpt.convert import find
 from ckpt.convert.find import FORMATS, READABLE, WRITABLE, OneFile, format_of, open_source, open_target, writer_of
 from ckpt.convert.options import ReadOptions
+from ckpt.convert.torchfile.file import where_of
 from ckpt.errors import ConfigError, NoSuchCheckpoint
 from ckpt.store.local import LocalStore
+from ckpt.store.open import address, check_apart
+from ckpt.store.s3 import S3Store
 from tests.harness.steps import three_steps
 
 STEP = "global_step10"
@@ -53,9 +56,13 @@ def test_nothing_known_says_what_was_looked_for_and_what_is_there(tmp_path: Path
     text = str(caught.value)
     assert "found notes.txt, run" in text
     assert all(one.shows in text for one in FORMATS.values())
-    with pytest.raises(NoSuchCheckpoint, match="there is nothing"):
-        open_source(str(tmp_path / "typo"), options=ReadOptions())
-    assert not (tmp_path / "typo").exists()
+    for name in ("typo", "typo.pt", "run/typo"):
+        with pytest.raises(NoSuchCheckpoint, match=rf"^no such path: {tmp_path}/{name}$"):
+            open_source(str(tmp_path / name), options=ReadOptions())
+        assert not (tmp_path / name).exists()
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(NoSuchCheckpoint, match=rf"^nothing is in {tmp_path}/empty$"):
+        open_source(str(tmp_path / "empty"), options=ReadOptions())
 
 
 def test_two_formats_in_one_folder_are_told(tmp_path: Path) -> None:
@@ -78,6 +85,19 @@ def test_a_single_file_is_all_of_its_source(tmp_path: Path) -> None:
     assert find._store_of(str(tmp_path / "v1.2")).url == str(tmp_path / "v1.2"), "a folder whose name has a dot"
     assert find._store_of(str(tmp_path / "none.pt")).url == str(tmp_path / "none.pt")
     assert find._store_of(str(tmp_path)).url == store.url
+
+
+def test_a_single_file_in_a_bucket_has_its_endpoint_behind_its_name() -> None:
+    bucket = S3Store.from_url("s3://bucket/run?endpoint=http://host:1")
+    one = OneFile(bucket, "model.pt")
+    assert one.url == "s3://bucket/run/model.pt?endpoint=http://host:1"
+    assert address(one) == bucket.address, "other processes open the folder"
+    assert where_of(one, "model.pt") == one.url
+    for destination in ("s3://bucket/run/model.pt", "s3://bucket/run/model.pt/inside"):
+        with pytest.raises(ConfigError, match=r"the same|inside of SRC"):
+            check_apart(one.url, open_target(f"{destination}?endpoint=http://host:1").url)
+    check_apart(one.url, open_target("s3://bucket/run/other?endpoint=http://host:1").url)
+    check_apart(one.url, open_target("s3://bucket/run/model.pt?endpoint=http://host:2").url)
 
 
 def test_a_relative_file_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,6 +134,12 @@ def test_what_is_no_folder_is_told(tmp_path: Path) -> None:
     for place in ("model", "model/below", "pipe"):
         with pytest.raises(ConfigError, match="is there, and is no folder"):
             open_target(str(tmp_path / place))
+    os.symlink(tmp_path / "nowhere", tmp_path / "link")
+    for place in ("link", "link/below"):
+        with pytest.raises(ConfigError, match=r"link to .*nowhere, which is not there"):
+            open_target(str(tmp_path / place))
+    os.symlink(tmp_path, tmp_path / "here")
+    assert open_target(str(tmp_path / "here/new")).url == str(tmp_path / "new")
     assert open_target(str(tmp_path / "new/below")).children("") == []
     assert open_target(str(tmp_path)).url == str(tmp_path)
 

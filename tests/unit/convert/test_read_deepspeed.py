@@ -6,6 +6,7 @@ import argparse
 import copy
 import os
 import shutil
+from dataclasses import replace
 from random import Random
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,11 @@ import torch
 
 from ckpt.convert.deepspeed.read import is_deepspeed, open_deepspeed
 from ckpt.convert.deepspeed.read_universal import is_universal, open_universal
-from ckpt.convert.options import ReadOptions
+from ckpt.convert.deepspeed.write import write_deepspeed
+from ckpt.convert.find import open_source
+from ckpt.convert.known import known_layout
+from ckpt.convert.options import ReadOptions, WriteOptions
+from ckpt.convert.target import target_of
 from ckpt.errors import (
     CkptError,
     ConfigError,
@@ -26,9 +31,19 @@ from ckpt.errors import (
     UnsupportedLayout,
 )
 from ckpt.layout.rules import Rules
+from ckpt.layout.spec import PARAM
+from ckpt.store.memory import MemoryStore
 from ckpt.store.open import open_store
-from tests.harness.conversions import raw
-from tests.harness.deepspeed_files import Model, numbered, options, write_plain, write_zero3, write_zero12
+from tests.harness.conversions import differences, raw
+from tests.harness.deepspeed_files import (
+    Model,
+    numbered,
+    options,
+    write_plain,
+    write_plain_pipeline,
+    write_zero3,
+    write_zero12,
+)
 from tests.harness.foreign import arrays_of
 
 if TYPE_CHECKING:
@@ -46,10 +61,10 @@ def model(**more: Any) -> Model:
     return Model([first, second], buffers={"seen": torch.tensor(48)}, tied={"z.weight": "b.weight"}, **more)
 
 
-def opened(folder: Path, rules: dict[str, Any] | None = None, step: int | None = None) -> Opened:
+def opened(folder: Path, rules: dict[str, Any] | None = None, step: int | None = None, **more: Any) -> Opened:
     store = open_store(str(folder))
     assert is_deepspeed(store)
-    return open_deepspeed(store, store.url, step=step, options=ReadOptions(rules=Rules.of(rules or {})))
+    return open_deepspeed(store, store.url, step=step, options=ReadOptions(rules=Rules.of(rules or {}), **more))
 
 
 def check(found: Opened, held: Model) -> None:
@@ -223,6 +238,36 @@ def test_the_record_of_autotp_is_followed(tmp_path: Path) -> None:
     check(opened(tmp_path), held)
 
 
+def test_the_record_of_autotp_lays_out_the_target_too(tmp_path: Path) -> None:
+    _, ranks = parts(2)
+    info = {
+        "tp_replicated_parameter_patterns": ["^norm$", "^tail$"],
+        "parameter_with_row_parallelism_patterns": ["^row$"],
+        "parameter_with_sub_params": [
+            {"patterns": ["^fused$"], "shape": [(6, 4), -1], "partition_dim": 0},
+            {"patterns": ["^wide$"], "shape": [2, 3, (4, 2)], "partition_dim": 2},
+        ],
+    }
+    for mp, one in enumerate(ranks):
+        write_zero12(tmp_path / TAG, one, 2, mp=mp, mp_world_size=2, universal_checkpoint_info=info)
+    found = opened(tmp_path)
+    target = target_of(found, engine="deepspeed")
+    assert (target.parallel.dp, target.parallel.tp) == (2, 2)
+    for spec in (one for one in found.specs if one.role == PARAM):
+        for mp, one in enumerate(ranks):
+            boxes = [shard.box for shard in target.layouts[mp].shards if shard.spec == spec]
+            assert sum(box.volume for box in boxes) == one.groups[0][spec.fqn].numel()
+    with pytest.raises(ConfigError, match="nothing says how tensor parallelism cuts"):
+        target_of(found, engine="deepspeed", tp=4)  # where heads are is not recorded
+    assert target_of(found, otherwise_whole=True).parallel.tp == 2
+    bare = replace(found, splits={})
+    whole = target_of(bare, otherwise_whole=True)
+    assert (whole.parallel.dp, whole.parallel.tp) == (4, 1)
+    assert any("nothing says how tensors are cut" in note for note in whole.notes)
+    with pytest.raises(ConfigError, match="tp 2 is SRC's"):
+        target_of(bare)
+
+
 def test_a_record_that_names_nothing_is_not_believed(tmp_path: Path) -> None:
     for mp, one in enumerate(parts(2)[1]):
         info = {"universal_checkpoint_version": 0.2}
@@ -260,16 +305,142 @@ def test_numbered_state_gets_its_names_back_by_shape_or_by_value(tmp_path: Path)
     assert (("w", "master") in arrays, ("w", "step") in arrays) == (False, True)
 
 
-def test_what_is_frozen_follows_from_values_and_order(tmp_path: Path) -> None:
-    """The norms of both blocks are still the same in 16 bits, so that values alone do not tell them apart."""
+def some_frozen(tmp_path: Path, change: float) -> tuple[Opened, Model]:
+    """Read a job of which the first block is frozen, and all norms but the first have changed by so much."""
     ones = torch.ones(3)
     frozen = {"0.norm": ones, "0.w": numbered((2, 2), 1)}
-    held = Model([{"1.norm": ones + 1e-4, "1.w": numbered((2, 2), 2), "norm": ones - 1e-4}], frozen=frozen)
+    held = Model([{"1.norm": ones + change, "1.w": numbered((2, 2), 2), "norm": ones - change}], frozen=frozen)
     module = {**frozen, **{n: m.to(held.low) for n, m in held.groups[0].items()}}
     module = {name: tensor.to(held.low) for name, tensor in module.items()}
     write_plain(tmp_path / TAG, held, 1, plain_state(held, masters=True))
     edit(tmp_path / TAG / "mp_rank_00_model_states.pt", lambda tree: tree.update(module=module))
-    check(opened(tmp_path), held)
+    return opened(tmp_path), held
+
+
+def test_what_is_frozen_follows_from_values_and_order(tmp_path: Path) -> None:
+    check(*some_frozen(tmp_path, 0.25))
+
+
+def test_what_is_frozen_is_not_guessed(tmp_path: Path) -> None:
+    """The norms are still the same in 16 bits: any of them may be the frozen one."""
+    found, _ = some_frozen(tmp_path, 1e-4)
+    assert {role for _, role in arrays_of(found)} == {"param"}
+    assert any("optimizer state was left out" in line for line in found.lost)
+
+
+def numbers_of(stage: list[tuple[str, torch.Tensor]], seed: int = 0, *, masters: bool = False) -> dict[str, Any]:
+    """The optimizer of a stage that steps these; moments depend on the name."""
+    state = {
+        n: {"exp_avg": numbered(tuple(t.shape), sum(name.encode()) + seed), "step": torch.tensor(5.0)}
+        for n, (name, t) in enumerate(stage)
+    }
+    inner = {"state": state, "param_groups": [options(0.1, list(range(len(stage))))]}
+    return {"optimizer_state_dict": inner, "fp32_groups": [[t for _, t in stage]]} if masters else inner
+
+
+def linears(count: int, low: torch.dtype = torch.float32) -> tuple[dict[int, dict[str, torch.Tensor]], list[Any]]:
+    """Layers of one shape: what their files hold, and (name, master) of all."""
+    layers = {n: {"weight": numbered((2, 2), n + 1), "bias": numbered((2,), 10 + n)} for n in range(count)}
+    flat = [(f"{n}.{name}", tensor) for n, held in layers.items() for name, tensor in held.items()]
+    return {n: {k: t.to(low) for k, t in held.items()} for n, held in layers.items()}, flat
+
+
+def moments(found: Opened) -> dict[str, bytes]:
+    return {fqn: array.tobytes() for (fqn, role), array in arrays_of(found).items() if role == "exp_avg"}
+
+
+def expected(*stages: dict[str, Any], names: list[str]) -> dict[str, bytes]:
+    states = [one for stage in stages for one in stage.get("optimizer_state_dict", stage)["state"].values()]
+    return {n: raw(one["exp_avg"]).tobytes() for n, one in zip(names, states, strict=True)}
+
+
+def test_layers_without_buffers_are_of_the_stage_that_steps_them(tmp_path: Path) -> None:
+    layers, flat = linears(5)
+    stages = [numbers_of(flat[:6]), numbers_of(flat[6:])]
+    write_plain_pipeline(tmp_path / TAG, layers, stages)
+    found = opened(tmp_path)
+    assert moments(found) == expected(*stages, names=[name for name, _ in flat])
+    assert found.lost == ()
+
+
+@pytest.mark.parametrize("frozen", [0, 2, 4])
+def test_a_frozen_layer_of_a_pipeline_is_not_guessed(tmp_path: Path, frozen: int) -> None:
+    layers, flat = linears(5)
+    stepped = [one for one in flat if not one[0].startswith(f"{frozen}.")]
+    write_plain_pipeline(tmp_path / "fp32" / TAG, layers, [numbers_of(stepped)])
+    found = opened(tmp_path / "fp32")
+    assert moments(found) == {}
+    assert any("optimizer state was left out" in line for line in found.lost)
+    write_plain_pipeline(tmp_path / "two" / TAG, layers, [numbers_of(stepped[:4]), numbers_of(stepped[4:])])
+    assert moments(opened(tmp_path / "two")) == {}
+    layers, _ = linears(5, torch.float16)
+    stages = [numbers_of(stepped[:4], masters=True), numbers_of(stepped[4:], masters=True)]
+    write_plain_pipeline(tmp_path / "fp16" / TAG, layers, stages)
+    assert moments(opened(tmp_path / "fp16")) == expected(*stages, names=[name for name, _ in stepped])
+
+
+def test_a_shared_module_is_told_by_its_state(tmp_path: Path) -> None:
+    layers, flat = linears(4)
+    layers[0] = {"weight": numbered((5, 2), 1)}
+    shared = ("0.weight", layers[0]["weight"])
+    first, last = numbers_of([shared, *flat[2:4]]), numbers_of([shared, *flat[4:]])
+    write_plain_pipeline(tmp_path / TAG, layers, [first, last])
+    found = opened(tmp_path)
+    names = ["0.weight", "1.weight", "1.bias", "0.weight", "2.weight", "2.bias", "3.weight", "3.bias"]
+    assert moments(found) == expected(first, last, names=names)
+    assert any("layer 0 is shared by stages" in note for note in found.notes)
+    assert known_layout(found)[1] == (2, 2)
+
+
+@pytest.mark.parametrize("low", [torch.float32, torch.float16])
+def test_a_shared_module_goes_out_by_its_key_or_not_at_all(tmp_path: Path, low: torch.dtype) -> None:
+    layers, flat = linears(4, low)
+    layers[0], masters = {"weight": numbered((5, 2), 1, low)}, low != torch.float32
+    shared = ("0.weight", layers[0]["weight"].float())
+    stages = [numbers_of([shared, *part], masters=masters) for part in (flat[2:4], flat[4:])]  # layer 4: a function
+    fp16 = {"fp16": {"enabled": masters}}
+    write_plain_pipeline(tmp_path / TAG, layers, stages, ds_config=fp16)
+    found = opened(tmp_path)
+    with pytest.raises(UnsupportedLayout, match=r"stages share layer 0, .*tied_modules\.KEY"):
+        write_deepspeed(found, MemoryStore(), target_of(found, engine="deepspeed", zero=1), WriteOptions())
+    found = opened(tmp_path, {"names": [{"match": r"0\.(.*)", "name": "tied_modules.embed.{1}"}]})
+    for zero in (0, 1):
+        store = MemoryStore()
+        write_deepspeed(found, store, target_of(found, engine="deepspeed", zero=zero), WriteOptions())
+        back = open_deepspeed(store, "back")
+        lines = differences(arrays_of(back), arrays_of(found))
+        assert [line for line in lines if zero == 0 or masters or "(master)" not in line] == []
+        assert known_layout(back)[0]["pp"] == 2
+
+
+def test_what_is_frozen_comes_back_from_a_conversion(tmp_path: Path) -> None:
+    held = Model([{"v": numbered((2,), 2)}], frozen={"w": numbered((2,), 1)}, low=torch.float32)
+    write_zero12(tmp_path / TAG, held, 1, ds_config={}, frozen_param_shapes={"w": torch.Size((2,))})
+    found, store = opened(tmp_path), MemoryStore()
+    write_deepspeed(found, store, target_of(found, engine="deepspeed", zero=0), WriteOptions())
+    back = open_deepspeed(store, "back")
+    assert back.lost == ()
+    assert moments(back) == {"v": raw(held.state("v", "exp_avg")).tobytes()}
+
+
+def test_which_of_equal_layers_is_shared_is_not_guessed(tmp_path: Path) -> None:
+    layers, flat = linears(4)
+    first, last = numbers_of(flat[:4]), numbers_of([*flat[:2], *flat[4:]])
+    write_plain_pipeline(tmp_path / TAG, layers, [first, last])
+    assert moments(opened(tmp_path)) == {}  # layer 1 comes first if it is the shared one
+
+
+def test_names_that_a_conversion_wrote_are_taken(tmp_path: Path) -> None:
+    layers, flat = linears(4)
+    stages = [numbers_of(flat[2:4]), numbers_of([flat[4], flat[7]])]
+    stages[0]["ckpt_reshard_names"] = [["1.weight", "1.bias"]]
+    stages[1]["ckpt_reshard_names"] = [["2.weight", "3.bias"]]
+    write_plain_pipeline(tmp_path / TAG, layers, stages)
+    found = opened(tmp_path)
+    assert moments(found) == expected(*stages, names=["1.weight", "1.bias", "2.weight", "3.bias"])
+    stages[1]["ckpt_reshard_names"] = [["2.weight", "3.weight"]]  # of another shape: not believed
+    write_plain_pipeline(tmp_path / TAG, layers, stages)
+    assert moments(opened(tmp_path)) == {}
 
 
 def test_flat_masters_are_cut_where_the_parameters_are(tmp_path: Path) -> None:
@@ -319,7 +490,8 @@ def test_state_that_could_be_of_several_parameters_is_left_out_and_said(tmp_path
     write_plain(tmp_path / TAG, held, 1, plain_state(held), ds_config={})
     found = opened(tmp_path)
     assert sorted(arrays_of(found)) == [("v", "param"), ("w", "param")]
-    assert any("optimizer state was left out: the files do not tell which of w, v" in note for note in found.notes)
+    assert any("optimizer state was left out: the files do not tell which of w, v" in line for line in found.lost)
+    assert next(one.tree for one in found.objects if one.name == "optimizer") is None
 
 
 def test_factors_are_carried_whole(tmp_path: Path) -> None:
@@ -498,6 +670,36 @@ def test_an_optimizer_of_zero3_that_was_started_anew_is_behind_in_all_checkpoint
     kind, message = broken(tmp_path)
     assert kind is MalformedData
     assert "is of 9 optimizer steps" in message
+
+
+@pytest.mark.parametrize("write", [write_zero3, write_zero12])
+def test_an_optimizer_that_was_started_anew_is_taken_if_the_user_says_its_count(tmp_path: Path, write: Any) -> None:
+    held = model(step=4.0)
+    write(tmp_path, held, 2, global_steps=9)
+    if write is write_zero3:  # where no elements can be compared, the files alone do not tell
+        kind, message = broken(tmp_path)
+        assert kind is MalformedData
+        assert "say so with --optimizer-step 4" in message
+    found = opened(tmp_path, optimizer_step=4)
+    assert "the optimizer counts 4 steps, the engine 9, as you say" in found.notes
+    assert arrays_of(found)["a.weight", "step"].tobytes() == raw(torch.tensor(4.0)).tobytes()
+    with pytest.raises(ConfigError, match=r"said to have taken 9 steps .* counts 4"):
+        opened(tmp_path, optimizer_step=9)
+    other = tmp_path / "other"
+    write(other, model(step=9.0), 2, global_steps=9)
+    path = next(other.glob("*zero_pp_rank_1_*optim_states.pt"))
+    shutil.copy(path, tmp_path)  # of another step: no word of the user covers both
+    with pytest.raises(ConfigError, match=rf"said to have taken 4 steps .*{path.name} counts 9"):
+        opened(tmp_path, optimizer_step=4)
+
+
+def test_a_count_is_only_said_where_there_is_one(tmp_path: Path) -> None:
+    write_plain(tmp_path / "plain", model(), 2, {"state": {}, "param_groups": []})
+    with pytest.raises(ConfigError, match="whose count of steps there is to say"):
+        opened(tmp_path / "plain", optimizer_step=4)
+    torch.save({"w": torch.ones(2)}, tmp_path / "m.pt")
+    with pytest.raises(ConfigError, match="is torch"):
+        open_source(str(tmp_path / "m.pt"), options=ReadOptions(optimizer_step=4))
 
 
 def test_an_older_optimizer_of_zero3_counts_one_more(tmp_path: Path) -> None:

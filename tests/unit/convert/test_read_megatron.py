@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import DefaultSavePlanner
 
 from ckpt.convert.megatron.read import is_megatron, open_megatron
 from ckpt.errors import NoSuchCheckpoint, UnsupportedFeature
@@ -19,6 +21,8 @@ from tests.unit.convert.logical import objects
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from torch.distributed.checkpoint.planner import WriteItem
 
     from ckpt.convert.opened import Opened
 
@@ -45,8 +49,21 @@ def states(tensors: dict[str, torch.Tensor], **roles: float) -> dict[str, torch.
 GROUPS = [{"wd_mult": 1.0, "lr": 0.1, "max_lr": 0.1}, {"wd_mult": 0.0, "lr": 0.1, "max_lr": 0.1}]
 
 
+class Planner(DefaultSavePlanner):
+    """Writes objects that are bytes already as they are, as Megatron's own does."""
+
+    def transform_object(self, write_item: WriteItem, object: Any) -> Any:
+        return object if isinstance(object, io.BytesIO) else super().transform_object(write_item, object)
+
+
+def as_bytes(tree: Any) -> io.BytesIO:
+    data = io.BytesIO()
+    torch.save(tree, data)
+    return data
+
+
 def saved(folder: Path, tensors: dict[str, Any], optimizer: Any = None, **common: Any) -> Opened:
-    dcp.save(tensors, checkpoint_id=folder)
+    dcp.save(tensors, checkpoint_id=folder, planner=Planner())
     found = {"iteration": 7, **common}
     if optimizer is not None:
         found["optimizer"] = optimizer
@@ -109,7 +126,7 @@ def test_what_only_megatrons_script_knows_is_carried_or_named(tmp_path: Path) ->
     opened = saved(tmp_path, tensors, args=argparse.Namespace(lr=0.1), num_floating_point_operations_so_far=5)
     common = {"iteration": 7, "args": {"lr": 0.1}, "num_floating_point_operations_so_far": 5}
     assert objects(opened)["megatron"] == common
-    assert any(note.startswith("rng_state/shard_0.0_1.1") for note in opened.notes)
+    assert any(line.startswith("rng_state/shard_0.0_1.1") for line in opened.lost)
 
 
 def test_a_dynamic_loss_scale(tmp_path: Path) -> None:
@@ -131,12 +148,61 @@ def test_what_cannot_be_told_is_refused_by_name(tmp_path: Path) -> None:
         saved(tmp_path / "flat", flat, {"param_groups": GROUPS, "state": {}})
     with pytest.raises(UnsupportedFeature, match=r"which group.*no weight decay.*into \[0, 3\] of its 3 groups"):
         saved(tmp_path / "groups", {**tensors, **state}, {"param_groups": [GROUPS[0], GROUPS[0], {"wd_mult": 2.0}]})
-    bucket = "optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_(torch.bfloat16, torch.bfloat16).bucket_idx_0.param"
-    kind = {"param_state_sharding_type": "dp_reshardable"}
-    with pytest.raises(UnsupportedFeature, match=r"stored as its buckets.*'dp_reshardable'.*save it as 'fully_resh"):
-        saved(tmp_path / "buckets", {**tensors, bucket: torch.zeros(8)}, kind)
     with pytest.raises(UnsupportedFeature, match="is state of 'gone', which the model lacks"):
         saved(tmp_path / "gone", {**tensors, "optimizer.state.exp_avg.gone": torch.zeros(1)})
+
+
+def buckets(tensors: dict[str, torch.Tensor], masters: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """Return the state of a distributed optimizer that one rank has gathered, in a model without experts."""
+    order = [(key, n) for n in (1, 0) for key in (BIAS,)]
+    flat = [masters["decoder.final_layernorm.weight"], *(masters[key][n] for key, n in order), masters[WORDS]]
+    padded = [torch.nn.functional.pad(one.reshape(-1), (0, -one.numel() % 64)) for one in flat[:-1]]
+    state = torch.cat([*padded, flat[-1].reshape(-1)])
+    kind = (torch.bfloat16, torch.bfloat16)
+    roles = {"param": state, "exp_avg": state + 1, "numel_unpadded": state.numel()}
+    prefix = "optimizer.distributed.dp_group_idx_0"
+    return {
+        **tensors,
+        f"{prefix}.param_state/shard_0_1": as_bytes([{"buckets_coalesced": True, 0: {kind: roles}}]),
+        f"{prefix}.optimizer/shard_0_1": as_bytes([{"param_groups": [{**group, "step": 4.0} for group in GROUPS]}]),
+    }
+
+
+def test_state_in_buckets_belongs_to_the_parameters_whose_weights_are_there(tmp_path: Path) -> None:
+    masters = {key: torch.randn(t.shape) for key, t in model().items() if key != FC1}
+    tensors = {key: master.to(torch.bfloat16) for key, master in masters.items()}
+    kind = {"param_state_sharding_type": "dp_zero_gather_scatter"}
+    opened = saved(tmp_path / "right", buckets(tensors, masters), kind)
+    found = contents(opened)
+    assert torch.equal(found[WORDS, MASTER], masters[WORDS])
+    for layer in range(2):
+        assert torch.equal(
+            found[f"decoder.layers.{layer}.self_attention.linear_proj.bias", MASTER], masters[BIAS][layer]
+        )
+    assert torch.equal(found[WORDS, "exp_avg"], masters[WORDS] + 1)
+    assert found[WORDS, "step"].item() == opened.step == 4
+    assert opened.notes[0].startswith("the distributed optimizer's state is stored as its buckets ('dp_zero_gather_s")
+    assert objects(opened)["setup"] == {"wrappers": ["DistributedOptimizer"]}
+    assert [len(group["params"]) for group in objects(opened)["optimizer"]["groups"]] == [1, 3]
+    others = {**masters, WORDS: masters[WORDS].roll(1)}
+    message = (
+        r"stored as its buckets \('dp_zero_gather_scatter'\), which do not record which parameter is where, and the "
+        r"weights do not tell: at element 192 of buffer 0 of group 0 are the weights of none of .*word_embeddings"
+        r".*save it as 'fully_reshardable'"
+    )
+    with pytest.raises(UnsupportedFeature, match=message):
+        saved(tmp_path / "wrong", buckets(tensors, others), kind)
+
+
+def test_zarr_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    folder = tmp_path / "iter_0000010"
+    folder.mkdir()
+    torch.save({"iteration": 10}, folder / "common.pt")
+    (folder / "metadata.json").write_text(json.dumps({"sharded_backend": "zarr", "sharded_backend_version": 1}))
+    store = open_store(str(tmp_path))
+    assert is_megatron(store)
+    with pytest.raises(UnsupportedFeature, match=r"iter_0000010: format 'zarr' version 1 .*--dist-ckpt-format torch_d"):
+        open_megatron(store, "it")
 
 
 def test_the_newest_iteration_is_taken(tmp_path: Path) -> None:

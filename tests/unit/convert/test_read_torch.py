@@ -11,14 +11,17 @@ import pytest
 import torch
 
 import ckpt
+from ckpt.convert.assemble import LEAST_MEMORY, Assembler
 from ckpt.convert.options import ReadOptions, WriteOptions
 from ckpt.convert.ours.plan import plan_ours
 from ckpt.convert.ours.workers import Work
 from ckpt.convert.ours.write import write_ours
 from ckpt.convert.target import target_of
 from ckpt.convert.torchfile.read import is_torch, open_torch
-from ckpt.errors import ConfigError, MalformedData, NoSuchCheckpoint, UnsupportedFeature
+from ckpt.errors import ConfigError, MalformedData, MissingChunk, NoSuchCheckpoint, UnsupportedFeature
+from ckpt.layout.box import Box
 from ckpt.layout.rules import Rules
+from ckpt.layout.spec import Shard
 from ckpt.store.local import LocalStore
 from ckpt.store.memory import MemoryStore
 from tests.unit.convert.contents import MEMORY, contents
@@ -218,7 +221,9 @@ def test_an_optimizer_that_does_not_fit_is_left_out_and_it_is_said(change, why) 
     change(state)
     found = opened(store_of(x__pt={"model": model.state_dict(), "optimizer": state}))
     assert {spec.role for spec in found.specs} == {"param", "buffer"}
-    (note,) = found.notes
+    assert found.notes == ()
+    assert next(one.tree for one in found.objects if one.name == "optimizer") is None  # a strict load misses it
+    (note,) = found.lost
     assert note.startswith("the optimizer's state is left out, nothing tells which parameter is whose: ")
     assert any(part in note for part in why.split("|")), note
 
@@ -229,13 +234,48 @@ def test_groups_that_share_a_shape_are_not_guessed() -> None:
     model(torch.ones(1, 3)).sum().backward()
     made.step()
     found = opened(store_of(x__pt={"model": model.state_dict(), "optimizer": made.state_dict()}))
-    assert "two of them have parameters of shape [3, 3]" in found.notes[0]
+    assert "two of them have parameters of shape [3, 3]" in found.lost[0]
+
+
+def test_an_optimizer_of_the_adapters_alone_finds_them_by_their_shapes() -> None:
+    """As every LoRA job saves: the whole model, and an optimizer of a few of its tensors."""
+
+    class Adapted(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("scale", torch.ones(6))
+            self.base = torch.nn.Linear(6, 6).requires_grad_(False)
+            self.a, self.b = torch.nn.Linear(6, 2, bias=False), torch.nn.Linear(2, 6, bias=False)
+
+        def forward(self, x):
+            return (self.base(x) + self.b(self.a(x))) * self.scale
+
+    model = torch.nn.Sequential(Adapted(), Adapted())
+    for groups in (
+        [p for p in model.parameters() if p.requires_grad],
+        [{"params": [one.a.weight for one in model]}, {"params": [one.b.weight for one in model], "lr": 0.1}],
+    ):
+        made = torch.optim.AdamW(groups)
+        model(torch.ones(1, 6)).sum().backward()
+        made.step()
+        found = opened(store_of(x__pt={"model": model.state_dict(), "optimizer": made.state_dict()}))
+        assert (found.notes, found.lost) == ((), ())
+        check_state(found, model, made)
+    made = torch.optim.AdamW([model[0].a.weight])  # or model[1]'s?
+    made.step()
+    found = opened(store_of(x__pt={"model": model.state_dict(), "optimizer": made.state_dict()}))
+    assert "it has 1 parameters, the model 10, and shapes do not tell in one way which" in found.lost[0]
 
 
 def test_copies_of_tied_weights_are_tied_if_the_rules_say_so() -> None:
     model, made, _ = trained()
     tree = {"model": {k: v.clone() for k, v in model.state_dict().items()}, "optimizer": made.state_dict()}
-    assert "it has 7 parameters, the model 8" in opened(store_of(x__pt=tree)).notes[0]
+    alone = opened(store_of(x__pt={"model": tree["model"]}))
+    assert (alone.aliases, {"embed.weight", "head.weight"} - {spec.fqn for spec in alone.specs}) == ({}, set())
+    told = opened(store_of(x__pt=tree))  # by the optimizer, which steps one of them only
+    assert (told.aliases, told.lost) == ({"head.weight": "embed.weight"}, ())
+    assert told.notes == ("head.weight is embed.weight, byte for byte, and not stepped: taken as tied",)
+    check_state(told, model, made)
     rules = Rules(tied={"head.weight": "embed.weight"})
     found = opened(store_of(x__pt=tree), rules=rules)
     assert found.aliases == {"head.weight": "embed.weight"}
@@ -256,7 +296,7 @@ def test_several_optimizers_are_kept_as_they_are() -> None:
 def test_what_cannot_be_kept_is_told() -> None:
     tree = {"model": {"w": torch.ones(2)}, "ema": {"w": torch.zeros(20 << 20)}, "scaler": argparse.Namespace(f={1: 2})}
     found = opened(store_of(x__pt=tree))
-    assert found.notes == ("'ema' is left out: tensors of more than 67108864 bytes among plain values",)
+    assert found.lost == ("'ema' is left out: tensors of more than 67108864 bytes among plain values",)
     assert found.objects[0].tree == {"f": {1: 2}}
 
 
@@ -307,6 +347,35 @@ def test_a_large_tensor_that_does_not_lie_by_rows_is_put_together_in_parts(value
     store.put("x.pt", saved({"w": value}))
     assert same(contents(opened(store))["w", "buffer"], value)
     assert store.read < times * value.numel() * 4 + (200 << 10)
+
+
+def test_a_tensor_by_columns_is_read_once_however_little_memory_there_is(tmp_path) -> None:
+    """Parts that went through all rows would be read anew for each window of rows."""
+    value = torch.arange(10_000_000, dtype=torch.int32).reshape(1000, 10_000).t()
+    torch.save({"w": value}, tmp_path / "x.pt")
+    found = opened(LocalStore(tmp_path))
+    assembler = Assembler(found, memory=LEAST_MEMORY)
+    parts = [bytes(piece.data) for piece in assembler.pieces([Shard(found.specs[0], Box.whole(value.shape))])]
+    assert len(parts) > 4
+    assert b"".join(parts) == value.numpy().tobytes()
+    assert assembler.bytes_read < 1.1 * value.nbytes
+
+
+@pytest.mark.parametrize("words", [{"\ud800": torch.ones(2)}, {"w": torch.ones(2), "x\udfff": 1}])
+def test_a_name_that_is_no_text_is_refused(words) -> None:
+    with pytest.raises(MalformedData, match=r"(tensor|object) '\S+': its name is no text"):
+        opened(store_of(x__pt={"model": {"v": torch.ones(2)}, **words} if "w" in words else words))
+
+
+def test_a_file_of_one_tensor_is_called_that() -> None:
+    with pytest.raises(MalformedData, match="holds a tensor, expected a dictionary"):
+        opened(store_of(x__pt=torch.ones(2)))
+
+
+def test_of_several_models_the_one_that_counts_is_told() -> None:
+    found = opened(store_of(x__pt={"model": {"w": torch.ones(2)}, "state_dict": {"w": torch.zeros(2)}}))
+    assert found.notes == ("the model is what stands under 'model'; objects beside it: state_dict",)
+    assert same(contents(found)["w", "param"], torch.ones(2))
 
 
 @pytest.mark.parametrize("nested", [False, True])
@@ -367,7 +436,7 @@ def test_a_folder_of_hugging_face() -> None:
     check_state(found, model, made)
     assert next(one for one in found.objects if one.name == "scheduler").tree["state"] == scheduler.state_dict()
     store.delete("pytorch_model-00002-of-00002.bin")
-    with pytest.raises(MalformedData, match=r"pytorch_model-00002-of-00002\.bin is not there"):
+    with pytest.raises(MissingChunk, match=r"pytorch_model-00002-of-00002\.bin is not there"):
         opened(store)
 
 

@@ -15,7 +15,7 @@ from ckpt.convert.opened import Loose
 from ckpt.convert.options import ReadOptions, WriteOptions
 from ckpt.convert.safetensors.read import is_safetensors, open_safetensors
 from ckpt.convert.safetensors.write import INDEX, files_for, weights_of, write_safetensors
-from ckpt.errors import ConfigError, MalformedData, NoSuchCheckpoint, ObjectNotFound, UnsupportedFeature
+from ckpt.errors import ConfigError, MalformedData, MissingChunk, NoSuchCheckpoint, ObjectNotFound, UnsupportedFeature
 from ckpt.store.local import LocalStore
 from ckpt.store.memory import MemoryStore
 from tests.unit.convert.contents import MEMORY, contents
@@ -97,7 +97,7 @@ def test_several_files(tmp_path, index) -> None:
     assert is_safetensors(store)
     assert {spec.fqn for spec in opened(store).specs} == TENSORS.keys()
     (tmp_path / "model-00002-of-00002.safetensors").unlink()
-    with pytest.raises(MalformedData, match=r"model-00002-of-00002\.safetensors of 2 files is not there"):
+    with pytest.raises(MissingChunk, match=r"model-00002-of-00002\.safetensors of 2 files is not there"):
         opened(store)
 
 
@@ -140,7 +140,7 @@ def test_no_files() -> None:
 def test_what_a_trainer_puts_beside_is_told(tmp_path) -> None:
     safetensors.torch.save_file({"w": torch.zeros(1)}, tmp_path / "model.safetensors")
     (tmp_path / "optimizer.pt").write_bytes(b"")
-    assert opened(LocalStore(tmp_path)).notes[0].startswith("optimizer.pt left out")
+    assert opened(LocalStore(tmp_path)).lost[0].startswith("optimizer.pt left out")
 
 
 def forged(table, data: bytes = b"", length: int | None = None) -> MemoryStore:
@@ -206,9 +206,10 @@ def test_one_file_that_the_reference_reads(tmp_path) -> None:
     assert written.files == ("model.safetensors",)
     assert written.bytes_written == (tmp_path / "model.safetensors").stat().st_size
     assert [line.partition(":")[0] for line in written.lost] == [
-        "exp_avg of 3 tensors", "exp_avg_sq of 3 tensors", "master of 3 tensors", "step of 3 tensors",
-        "engine state 'optimizer'", "config.json",
-    ]  # fmt: skip
+        "exp_avg of 3 tensors, exp_avg_sq of 3 tensors, master of 3 tensors, step of 3 tensors",
+        "engine state 'optimizer'",
+        "config.json",
+    ]
     assert written.made == ()
 
 
@@ -261,9 +262,32 @@ def test_another_dtype_and_weights_of_which_there_are_masters_only(tmp_path) -> 
     assert same(found["b"], have["b", "param"].bfloat16())
     assert same(found["ids"], have["ids", "buffer"])
     assert written.made == (
-        "1 tensor in bfloat16: rounded from master float32",
-        "1 tensor in bfloat16: rounded from param float32",
+        "param of 1 tensor in bfloat16: rounded from its master in float32",
+        "param of 1 tensor in bfloat16: rounded from its param in float32",
     )
+
+
+@pytest.mark.parametrize("derived", [True, False])
+def test_what_each_dtype_is_made_from_is_told(tmp_path, derived) -> None:
+    made = Source().weights({"a": (4, 4)}, ("param", "master"))
+    if derived:  # the parameter is the rounding of its master, and stored nowhere
+        del made.builder._boxes["a", "param"]
+        made.builder.derived.add("a")
+    held = made.open()
+    master = contents(held)["a", "master"]
+    param = master.bfloat16() if derived else contents(held)["a", "param"]
+    said = {
+        "float32": (master, "as the source's master"),
+        "bfloat16": (param, ""),
+        "float16": (master.half(), "rounded from its master in float32")
+        if derived
+        else (param.half(), "rounded from its param in bfloat16"),
+    }
+    for dtype, (value, how) in said.items():
+        written = write_safetensors(held, LocalStore(tmp_path / dtype), None, options(dtype=dtype))
+        assert same(safetensors.torch.load_file(tmp_path / dtype / "model.safetensors")["a"], value)
+        assert written.made == ((f"param of 1 tensor in {dtype}: {how}",) if how else ())
+        assert any(line.startswith("master of") for line in written.lost) == (dtype != "float32")
 
 
 @pytest.mark.parametrize("key", ["dtype", "torch_dtype", None])

@@ -9,11 +9,13 @@ from ckpt.convert.model_of import parameter_groups
 from ckpt.convert.naming import expert_of, layer_of, place_of, stack_of
 from ckpt.convert.opened import Loose
 from ckpt.convert.options import WEIGHTS
-from ckpt.convert.target import Target, target_of
+from ckpt.convert.target import Layouts, Target, target_of
 from ckpt.describe.huggingface import model_of_config
 from ckpt.errors import ConfigError
 from ckpt.layout.graph import ShardGraph
 from ckpt.layout.rules import Rules
+from ckpt.plan.wire import combined
+from ckpt.runtime.agree import layout_digest
 from tests.unit.convert.sources import ADAM, Source
 
 LAYERS = 4
@@ -43,6 +45,9 @@ def gpt(roles=ADAM) -> Source:
 def held(target: Target) -> set[tuple[str, str]]:
     """Every tensor and role, after all ranks together were found to hold each exactly as a whole."""
     graph = ShardGraph.build(list(target.layouts))
+    assert isinstance(target.layouts, Layouts)
+    assert target.layouts.graph() == graph
+    assert target.layouts.digest() == combined([layout_digest(one) for one in target.layouts])
     return {spec.key for spec in graph.specs}
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from ckpt.convert.ours.tasks import Cast, Content, tasks_of
+from ckpt.convert.ours.tasks import REACH, Cast, Content, tasks_of
 from ckpt.layout.graph import ShardGraph
 from ckpt.layout.spec import PARAM, TensorSpec
 from ckpt.plan.save_plan import build_save_plan
@@ -21,10 +21,11 @@ if TYPE_CHECKING:
 PLAN = build_save_plan(ShardGraph.build(described(job(NET, zero=3, dp=5)).layouts))
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 8])
+@pytest.mark.parametrize(("ranks", "wide"), [(1, 0), (2, 0), (8, 0), (1, 2), (2, 5)])
 @pytest.mark.parametrize("band_bytes", [1, 4 << 10, 1 << 30])
-def test_everything_is_in_its_owners_packs_once(ranks, band_bytes):
-    tasks = tasks_of(PLAN, lambda _: False, ranks=ranks, band_bytes=band_bytes)
+def test_everything_is_in_its_owners_packs_once(ranks, wide, band_bytes):
+    tasks = tasks_of(PLAN, lambda _: False, ranks=ranks, wide=wide, band_bytes=band_bytes)
+    ranks = max(ranks, wide)  # they own little of each tensor
     placed: dict[tuple[int, Box], int] = {}
     for task in tasks:
         owners = [pack.rank for pack in task.packs]
@@ -57,6 +58,20 @@ def test_a_small_checkpoint_has_tasks_for_several_workers():
     assert sum(sizes) == 300 * (4 << 20)
     assert len(sizes) == 19
     assert max(sizes) == 64 << 20
+
+
+def test_as_many_ranks_are_put_together_as_own_a_stretch_of_a_tensor():
+    specs = [TensorSpec("large", PARAM, "float32", (1 << 30,))]
+    plan = build_save_plan(ShardGraph.build(whole(specs, 20).layouts))
+    assert {chunk.nbytes for chunk in plan.chunks} == {4 << 20}
+    assert {len(task.packs) for task in tasks_of(plan, lambda _: False, ranks=2, wide=64)} == {REACH // (4 << 20)}
+    assert {len(task.packs) for task in tasks_of(plan, lambda _: False, ranks=2, wide=3)} == {3, 2}
+
+
+def test_few_ranks_have_as_many_tasks_whether_many_packs_may_be_open_or_not():
+    specs = [TensorSpec(f"{n}", PARAM, "float32", (1 << 18,)) for n in range(300)]
+    plan = build_save_plan(ShardGraph.build(whole(specs, 4).layouts))
+    assert tasks_of(plan, lambda _: False, wide=64) == tasks_of(plan, lambda _: False)
 
 
 def test_casts_go_with_their_masters():

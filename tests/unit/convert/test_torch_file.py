@@ -286,15 +286,26 @@ def test_further_classes_can_be_records() -> None:
     ],
     ids=["sparse", "meta", "conjugated", "storage"],
 )
-def test_tensors_without_plain_bytes_are_refused(value, text) -> None:
-    with pytest.raises((UnsupportedFeature, MalformedData), match=text):
-        read({"a": value})
+def test_tensors_without_plain_bytes_are_refused_by_name(value, text) -> None:
+    with pytest.raises((UnsupportedFeature, MalformedData), match=rf"x.pt' in memory: 'model\.a': .*{text}"):
+        read({"model": {"a": value, "b": torch.ones(2)}, "epoch": 3})
+    with pytest.raises((UnsupportedFeature, MalformedData), match=rf"memory: 'all\.1': .*{text}"):
+        read({"all": [3, value]})
+
+
+def test_a_parameter_of_a_tensor_without_plain_bytes_is_refused_by_name() -> None:
+    value = torch.nn.Parameter(torch.ones(2, 2).to_sparse(), requires_grad=False)
+    with pytest.raises(UnsupportedFeature, match=r"'w': a sparse tensor"):
+        read({"w": value})
 
 
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")  # torch is about to drop them
 def test_quantized_tensors_are_refused() -> None:
+    value = torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)
     with pytest.raises(UnsupportedFeature, match="QInt8Storage"):
-        read(torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8))
+        read(value)
+    with pytest.raises(UnsupportedFeature, match=r"'a\.w': .*QInt8Storage"):
+        read({"a": {"w": value}})
 
 
 def test_trust_runs_what_the_file_names() -> None:

@@ -12,7 +12,7 @@ import torch
 
 from ckpt.convert.torchfile import zip_stream
 from ckpt.convert.torchfile.pickle_write import Instance, Named, Planned
-from ckpt.convert.torchfile.write import TorchFile, tensor_file, write_torch
+from ckpt.convert.torchfile.write import TorchFile
 from ckpt.errors import ConfigError, MalformedData
 from ckpt.layout.box import Box
 from ckpt.layout.spec import ITEMSIZE, Shard, TensorSpec
@@ -32,6 +32,14 @@ def written(tree, feed=nothing) -> bytes:
     data = b"".join(parts)
     assert len(data) == file.nbytes
     return data
+
+
+def write_torch(store, key: str, tree, feed=nothing) -> int:
+    file = TorchFile(tree)
+    with store.writer(key, size=file.nbytes) as writer:
+        file.write(writer.write, feed)
+        writer.finish()
+    return file.nbytes
 
 
 def loaded(data: bytes, **options):
@@ -129,7 +137,7 @@ def test_storages_lie_at_multiples_of_64_bytes_and_can_be_mapped(tmp_path) -> No
 @pytest.mark.parametrize("make", [lambda path: LocalStore(str(path)), lambda path: MemoryStore()])
 def test_a_file_appears_whole_in_any_store(tmp_path, make) -> None:
     store = make(tmp_path)
-    nbytes = write_torch(store, "a/b.pt", {"x": torch.ones(3)}, nothing)
+    nbytes = write_torch(store, "a/b.pt", {"x": torch.ones(3)})
     assert store.size("a/b.pt") == nbytes
     assert loaded(store.get("a/b.pt"))["x"].tolist() == [1, 1, 1]
 
@@ -147,16 +155,15 @@ def test_a_file_of_several_parts_on_s3(moto) -> None:
     bucket, prefix = moto.place()
     store = S3Store.from_url(f"s3://{bucket}/{prefix}?endpoint={moto.url}")
     ones = torch.ones(3 << 20)
-    write_torch(store, "big.pt", {"ones": ones, "zeros": Planned("int8", (9 << 20,), (9 << 20,))}, nothing)
+    write_torch(store, "big.pt", {"ones": ones, "zeros": Planned("int8", (9 << 20,), (9 << 20,))})
     found = loaded(store.get("big.pt"))
     assert torch.equal(found["ones"], ones)
     assert not found["zeros"].any()
 
 
 def test_one_tensor_is_a_file_of_its_own() -> None:
-    file, parts = tensor_file("float32", (2, 2), [8, b"\0\0\x80?" * 2]), []
-    file.write(lambda data: parts.append(bytes(data)), nothing)
-    assert loaded(b"".join(parts)).tolist() == [[0, 0], [1, 1]]
+    one = Planned("float32", (2, 2), (8, b"\0\0\x80?" * 2))
+    assert loaded(written(one)).tolist() == [[0, 0], [1, 1]]
 
 
 def test_instances_are_made_by_their_framework_and_refused_without_it() -> None:

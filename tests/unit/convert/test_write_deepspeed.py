@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import random
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +19,7 @@ from ckpt.convert.deepspeed.read_universal import open_universal
 from ckpt.convert.deepspeed.write import write_deepspeed
 from ckpt.convert.deepspeed.write_slice import Member, dealt, gathered, partition_of, pieces_of, sub_groups_of
 from ckpt.convert.deepspeed.write_universal import write_universal
-from ckpt.convert.file_writing import MARK
+from ckpt.convert.mark import MARK
 from ckpt.convert.opened import Builder, Loose, Opened
 from ckpt.convert.options import WEIGHTS, ReadOptions, WriteOptions
 from ckpt.convert.safetensors.write import write_safetensors
@@ -32,6 +33,7 @@ from ckpt.layout.tiling import Tiling, fused
 from ckpt.runtime.staging import tensor_bytes
 from ckpt.store.local import LocalStore
 from ckpt.store.memory import MemoryStore
+from tests.unit.convert.sources import ADAM, Source
 
 # ------------------------------------------------------------------------------------------------------------ geometry
 
@@ -269,6 +271,15 @@ def test_universal_files_hold_each_parameter_whole() -> None:
         write_universal(opened, MemoryStore(), target_of(opened, roles=WEIGHTS), WriteOptions(roles=WEIGHTS))
 
 
+@pytest.mark.parametrize("name", [".", "..", "a/../b", "x" * 256])
+def test_a_name_that_cannot_be_a_folder_is_refused_before_anything_is_written(name: str) -> None:
+    opened = Source().weights({name: (2, 3), "w": (2, 3)}, ADAM).groups([name, "w"]).open()
+    store = MemoryStore()
+    with pytest.raises(ConfigError, match=rf"no names of one.*\n.*tensor '{re.escape(name)}'"):
+        write_universal(opened, store, target_of(opened, engine="deepspeed"), WriteOptions())
+    assert store.objects == {}
+
+
 # ------------------------------------------------------------------------------------------------ what cannot be, fails
 
 
@@ -304,11 +315,14 @@ def test_weights_alone(zero) -> None:
     opened, store = source(), MemoryStore()
     target = target_of(opened, dp=2, zero=zero, engine="deepspeed", roles=WEIGHTS, dtype="float16")
     written = write_deepspeed(opened, store, target, options)
-    assert any("load_optimizer_states=False" in line for line in written.made)
+    how = "load_optimizer_states=False" if zero else "load_module_only=True"  # else the first step undoes the load
+    assert any(line.startswith(f"no optimizer state: load it with {how}") for line in written.made)
     assert any("optim_states" in key for key in written.files) == (zero == 3)
     assert any(line.startswith("exp_avg of") for line in written.lost)
     module_tree = tree_of(store, "mp_rank_00_model_states.pt" if zero < 3 else "rank_0_mp_rank_00_model_states.pt")
     assert module_tree["module"]["norm.weight"].dtype == "float16"
+    if zero in (1, 2):  # whatever is frozen in the engine
+        assert set(module_tree["frozen_param_fragments"].values()) == set(module_tree["module"].values())
 
 
 def refused(opened: Opened, kind: type[Exception], words: str, zero: int = 1, **layout: Any) -> None:
@@ -341,13 +355,6 @@ def test_optimizer_state_without_settings_is_refused() -> None:
 
 def test_names_that_are_no_pipelines_are_refused() -> None:
     refused(source(), UnsupportedLayout, "the number of its layer", pp=2)
-
-
-def test_experts_of_deepspeed_are_refused() -> None:
-    opened = source()
-    name = "layers.1.moe.deepspeed_moe.experts.deepspeed_experts.0.w"
-    specs = [replace(s, fqn=name) if s.fqn == "norm.weight" else s for s in opened.specs]
-    refused(replace(opened, specs=tuple(specs), objects=()), UnsupportedLayout, "deepspeed_experts.0.w")
 
 
 def test_a_place_that_is_not_empty_is_refused() -> None:

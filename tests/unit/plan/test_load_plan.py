@@ -9,8 +9,8 @@ from ckpt.errors import LayoutError, MalformedData, MissingChunk, MissingState
 from ckpt.format.digest import digest
 from ckpt.format.manifest import DERIVED, ChunkEntry, IndexPart, PackRef
 from ckpt.layout.box import Box
-from ckpt.layout.spec import MASTER, PARAM, Shard, TensorSpec
-from ckpt.plan.load_plan import Catalog, Difference, LoadPlan, build_load_plan, check_difference
+from ckpt.layout.spec import BUFFER, MASTER, PARAM, Shard, TensorSpec
+from ckpt.plan.load_plan import Catalog, Difference, LoadPlan, build_load_plan, check_difference, swap_notes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -70,6 +70,47 @@ def test_a_weight_is_found_under_either_name_by_dtype(held, wanted, expected):
     found = plan(catalog(held), wanted)
     assert found.sources[0].role == expected
     assert found.difference == Difference((), (), frozenset(), False)
+
+
+@pytest.mark.parametrize(
+    ("held", "wanted"),
+    [
+        (spec("w"), spec("w", BUFFER)),
+        (spec("w", BUFFER), spec("w")),
+        (spec("w", MASTER), spec("w", BUFFER)),
+        (spec("w", BUFFER), spec("w", MASTER)),
+    ],
+)
+def test_a_buffer_stands_in_for_a_weight_that_is_not_there_and_the_reverse(held, wanted):
+    found = plan(catalog([held]), wanted)
+    assert found.sources[0] == held
+    assert found.difference == Difference((), (), frozenset(), False, swapped=("w",))
+    assert check_difference(catalog([held]), [found.difference], strict=True, cast=False) == ((), (), ())
+    (note,) = swap_notes([found.difference, found.difference])
+    assert note.endswith("or the reverse, are one by name and shape: w")
+    assert swap_notes([plan(catalog([wanted]), wanted).difference]) == []
+
+
+def test_what_stands_in_is_of_the_same_shape_and_not_cast_in_silence():
+    other = plan(catalog([spec("w", shape=(5,))]), spec("w", BUFFER))
+    assert (other.difference.missing, other.difference.unused) == ((str(spec("w", BUFFER)),), {0})
+    low = plan(catalog([spec("w", PARAM, "bfloat16")]), spec("w", BUFFER))
+    assert low.difference.dtypes == (f"{spec('w', BUFFER)}: the checkpoint has bfloat16 (param)",)
+    both = plan(catalog([spec("w", PARAM, "bfloat16"), spec("w", MASTER)]), spec("w", BUFFER))
+    assert both.sources[0].role == MASTER
+    assert both.difference.unused == frozenset()
+
+
+def test_the_own_role_comes_first_and_nothing_is_given_twice():
+    """A job that keeps averaged weights as buffers may have both under one name."""
+    held = [spec("w", BUFFER), spec("w")]
+    assert plan(catalog(held), *held).sources == dict(enumerate(held))
+    one = plan(catalog(held), spec("w", BUFFER))
+    assert (one.sources[0].role, one.difference.unused, one.difference.swapped) == (BUFFER, {1}, ())
+    low = plan(catalog([spec("w", BUFFER, "bfloat16"), spec("w")]), spec("w", BUFFER))
+    assert (low.sources[0].role, len(low.difference.dtypes)) == (BUFFER, 1)
+    lacking = plan(catalog([spec("w")]), spec("w"), spec("w", BUFFER))
+    assert lacking.difference.missing == (str(spec("w", BUFFER)),)
 
 
 def test_a_dtype_is_never_cast_in_silence():

@@ -154,6 +154,8 @@ def test_what_only_this_process_has_has_no_address():
         ("s3://b/run?endpoint=http://h:1", "s3://b/run/x?endpoint=http://h:1", False),
         ("s3://b/run?endpoint=http://h:1", "s3://b/run/x?endpoint=http://h:2", True),
         ("s3://b/run", "s3://b/other", True),
+        ("/a/run?1", "/a/run?1/x", False),
+        ("/a/run?1", "/a/run/x?1", True),
     ],
 )
 def test_nothing_is_written_into_what_is_read(source: str, destination: str, apart: bool) -> None:
