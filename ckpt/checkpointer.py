@@ -6,6 +6,7 @@ import logging
 import math
 import threading
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("ckpt")
 
 LOG_BUDGET = 256 << 20
+NO_LOG = 0
+"""What a full save says that no log passes through: that it is a checkpointer's, which may remove it again."""
 LOOK_EVERY = 8
 """Steps between two looks at whether the log of any rank has ended."""
 FEWEST, MOST = 10, 100_000
@@ -155,6 +158,16 @@ class Checkpointer:
         if self._log is not None:
             self._log.flush()
 
+    @property
+    def log_payload(self) -> int:
+        """Bytes of gradients that this rank has logged, before the codec."""
+        return 0 if self._log is None else self._log.payload_bytes
+
+    @property
+    def log_written(self) -> int:
+        """Bytes of the log that this rank has stored."""
+        return 0 if self._log is None else self._log.written
+
     def close(self) -> None:
         """Make everything durable and end the log. Not collective; the engine may be used and saved afterwards."""
         if self._log is not None:
@@ -206,8 +219,9 @@ class Checkpointer:
             if report.base is not None:
                 follows = log_behind(self._store, report.base, report.step)
                 return msgspec.json.encode(new_head(step, self._comm.world, follows=follows))
-            attempt = Repository(self._store).read_commit(report.step).attempt
-            return msgspec.json.encode(new_head(step, self._comm.world, attempt=attempt))
+            commit = Repository(self._store).read_commit(report.step)
+            head = new_head(step, self._comm.world, attempt=commit.attempt, follows=commit.log or None)
+            return msgspec.json.encode(head)
 
         self._begin_log(work)
         if report is None:
@@ -243,9 +257,8 @@ class Checkpointer:
             if self._log is not None:
                 self._log.close()
             self._begin_log(lambda: msgspec.json.encode(new_head(number, self._comm.world)))
-        ways = self._ways
+        ways = replace(self._ways, log=NO_LOG if self._log is None else self._log.head.number)
         if self._log is not None:
-            ways = Ways(ways.overwrite, ways.policy, ways.codec, ways.budget, self._log.head.number)
             self._log.rotate()
         began = time.monotonic()
         self._handle = begin(

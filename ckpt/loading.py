@@ -15,14 +15,14 @@ import msgspec
 
 from ckpt.engine.find import adapter_for
 from ckpt.errors import CkptError, LayoutError, NoSuchCheckpoint, is_damage
-from ckpt.gradlog.lineage import ROOT as LOGS
 from ckpt.gradlog.recover import Recovery, find_recovery
 from ckpt.gradlog.replay import Outcome
-from ckpt.gradlog.resume import replay_on
+from ckpt.gradlog.resume import Replays
 from ckpt.layout.mesh import problems_of_claims
 from ckpt.layout.spec import Shard
-from ckpt.plan.load_plan import Catalog, Difference, LoadPlan, build_load_plan, check_difference
+from ckpt.plan.load_plan import Catalog, Difference, LoadPlan, build_load_plan, check_difference, swap_notes
 from ckpt.plan.wire import decode_layouts, encode_layout
+from ckpt.repo.lineage import ROOT as LOGS
 from ckpt.repo.repository import Index, Repository, checked_step
 from ckpt.report import LoadReport, Stopwatch
 from ckpt.runtime.agree import Hello, exchange_hellos
@@ -147,6 +147,7 @@ class _Ready:
     engine: list[str]
     own: list[str]
     returned: dict[str, Any]
+    replays: Replays | None = None
     replayed: Outcome | None = None
 
 
@@ -221,7 +222,7 @@ class _Load:
         with self.watch.phase("plan"):
             ready.source = restore.open(step)
             self._check_claims(comm.gather("describe", lambda: self._describe(step, ready)))
-            encoded = comm.gather("plan", lambda: self._plan(ready))
+            encoded = comm.gather("plan", lambda: self._plan(ready, way))
             ranks = [msgspec.msgpack.decode(data, type=Difference) for data in encoded]
             missing, unexpected, casts = check_difference(ready.catalog, ranks, strict=self.strict, cast=self.cast)
             late = any(one.late for one in ranks)
@@ -236,13 +237,14 @@ class _Load:
             if late:  # otherwise one meeting of all ranks does for everything that is left
                 comm.run("refresh", self.adapter.refresh)
                 restore.carry(AFTER, state.shards)
-            told = comm.gather("finish", lambda: self._finish(ready, restore, way, refresh=not late))
+            told = comm.gather("finish", lambda: self._finish(ready, restore, refresh=not late))
         diverged = _on_divergences(ready.index, same_world=ready.index.root.world == comm.world)
         mark_whole(module)
         # What the engines note differs between pipeline stages, and by the partitions that a rank holds.
         ends = [msgspec.msgpack.decode(one, type=_End) for one in told]
         engines = notes_of_all([end.notes for end in ends])
-        for note in ready.own if comm.rank else [*engines, *diverged, *ready.own]:
+        swapped = swap_notes(ranks)
+        for note in ready.own if comm.rank else [*engines, *diverged, *swapped, *ready.own]:
             log.warning("load of step %d: %s", way.step, note)
         replayed = ready.replayed or Outcome()
         return LoadReport(
@@ -254,7 +256,7 @@ class _Load:
             missing=missing + saved.missing,
             unexpected=unexpected + saved.unexpected,
             casts=casts,
-            notes=tuple(dict.fromkeys([*way.notes, *ready.engine, *engines, *diverged, *ready.own])),
+            notes=tuple(dict.fromkeys([*way.notes, *ready.engine, *engines, *diverged, *swapped, *ready.own])),
             skipped=skipped,
             extra=ready.returned,
             phases=self.watch.phases,
@@ -281,7 +283,7 @@ class _Load:
         if problems:
             raise LayoutError("the ranks' groups and rules do not fit together", tuple(problems))
 
-    def _plan(self, ready: _Ready) -> bytes:
+    def _plan(self, ready: _Ready, way: Recovery) -> bytes:
         """Decide everything, and touch nothing of the engine. Returns what the ranks have to compare."""
         index, catalog, state = ready.index, ready.catalog, ready.state
         PieceTable(state.shards)  # checks shapes
@@ -295,6 +297,8 @@ class _Load:
         ready.saved = choose_objects(
             ready.source, index.parts, index.root.world, self.comm.rank, self.comm.world, self.extra, self.strict
         )
+        if way.stretches:
+            ready.replays = Replays(self.store, self.adapter, way, state, self.comm.rank, self.comm.world)
         return msgspec.msgpack.encode(self._with_objects(plan.difference, ready.saved))
 
     def _with_objects(self, tensors: Difference, saved: Saved) -> Difference:
@@ -303,13 +307,13 @@ class _Load:
         missing = tensors.missing + found.missing
         return replace(tensors, missing=missing, unexpected=found.unexpected, conflicts=found.conflicts)
 
-    def _finish(self, ready: _Ready, restore: Restore, way: Recovery, *, refresh: bool) -> bytes:
+    def _finish(self, ready: _Ready, restore: Restore, *, refresh: bool) -> bytes:
         """Put everything back that is not a chunk. Returns what all ranks are told of this one."""
         if refresh:
             self.adapter.refresh()
         ready.engine = self.adapter.finish(ready.saved.engine)
-        if way.stretches:
-            ready.replayed = replay_on(self.comm, self.store, self.adapter, way, ready.state, ready.saved)
+        if ready.replays is not None:
+            ready.replayed = ready.replays.run(ready.saved, self.comm.beat)
             ready.engine += ready.replayed.notes
         ready.returned = give_back(ready.saved, self.extra)
         # Last of all, because everything before may draw from the generators.
@@ -339,6 +343,9 @@ def _on_divergences(index: Index, *, same_world: bool) -> list[str]:
 def steps(root: Root | None = None) -> list[int]:
     """Return the committed steps of a root, ascending. No collective: any process may ask.
 
+    These are checkpoints. Steps that a gradient log adds behind them can be loaded too, and are not listed here: ``ckpt
+    log`` and ``ckpt ls`` tell how far it leads.
+
     Raises:
         StoreError: the root cannot be read; an error is never "no checkpoints".
     """
@@ -347,6 +354,8 @@ def steps(root: Root | None = None) -> list[int]:
 
 def latest(root: Root | None = None) -> int | None:
     """Return the newest committed step, or None if the root holds no checkpoint (or does not exist).
+
+    This is a checkpoint. :func:`load` comes further where a gradient log leads on from it.
 
     Raises:
         StoreError: the root cannot be read.

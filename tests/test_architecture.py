@@ -29,6 +29,7 @@ LEVEL = {
     "convert": 5,  # reads, packs and commits as a save does
     "gradlog": 5,  # hooks into engines, and its ranks meet as those of a save do
     "saving": 6, "loading": 6, "auditing": 6, "analyzing": 6,
+    "compact": 6,  # replays a log, and writes as a conversion does
     "preempting": 7, "checkpointer": 7,
     "cli": 8,
     "__main__": 9, "__init__": 9,
@@ -43,7 +44,7 @@ FAMILIES = {"engine": "base"}
 SHARED = "shared"
 CHOOSERS = {"engine/find.py"}  # picks the adapter, so it knows them all
 
-TORCH_PARTS = {"engine", "runtime", "gradlog", "convert"}
+TORCH_PARTS = {"engine", "runtime", "gradlog", "convert", "compact"}
 TORCH_FREE = ("errors", "layout", "analysis", "plan", "format", "store", "repo", "describe")
 FRAMEWORKS = {"deepspeed": "engine/deepspeed", "megatron": "engine/megatron"}  # file name prefix; inside functions only
 ONE_FILE = {"boto3": "boto3", "botocore": "boto3", "fsspec": "fsspec", "xxhash": "xxhash", "zstandard": "zstandard"}

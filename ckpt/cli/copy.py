@@ -46,6 +46,7 @@ def number_of_bytes(_ctx: click.Context, _param: click.Parameter, value: str | N
 @click.option("--trust-sizes", is_flag=True, help="Do not read what DST has already; its size is enough.")
 @click.option("--io-limit", callback=number_of_bytes, metavar="SIZE", help="Bytes per second at most, such as 100MB.")
 @click.option("--threads", type=click.IntRange(1, 256), default=THREADS, show_default=True, help="Packs at once.")
+@click.option("--no-log", is_flag=True, help="Leave out the gradient logs behind the checkpoints.")
 @exits
 def cp(
     source: str,
@@ -57,11 +58,12 @@ def cp(
     trust_sizes: bool,
     io_limit: float | None,
     threads: int,
+    no_log: bool,
 ) -> int:
     """Copy checkpoints from SRC to DST (paths or URLs), each chunk checked on the way.
 
-    Packs of earlier steps that a step refers to go with it. What DST has already is checked and not copied again: after
-    an interruption, run the same command once more.
+    Packs of earlier steps that a step refers to go with it, and so do the gradient logs that lead on from it. What DST
+    has already is checked and not copied again: after an interruption, run the same command once more.
     """
     if every and steps:
         raise ConfigError("--all and --step: expected one of them")
@@ -81,6 +83,7 @@ def cp(
             threads=threads,
             io_limit=io_limit,
             progress=progress,
+            logs=not no_log,
         )
     if as_json:
         print_json({"source": src.url, "destination": dst.url, **asdict(report)})
@@ -98,3 +101,7 @@ def _print(report: CopyReport) -> None:
     moved = f"{count(report.packs_copied, 'pack')}, {size(report.bytes_copied)} copied and checked"
     kept = f"; {count(report.packs_present, 'pack')}, {size(report.bytes_present)} were there"
     out.print(shown(moved + (kept if report.bytes_present else "")))
+    if report.logs:
+        moved = f"{count(report.log_files_copied, 'file')}, {size(report.log_bytes_copied)} copied and checked"
+        kept = f"; {count(report.log_files_present, 'file')}, {size(report.log_bytes_present)} were there"
+        out.print(shown(f"gradient log {some(report.logs)}: {moved}" + (kept if report.log_files_present else "")))

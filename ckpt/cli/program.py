@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 
-RESUMABLE = ("reshard", "import", "export", "cp")
+RESUMABLE = ("reshard", "import", "export", "cp", "compact")
 """Commands that go on where they were interrupted."""
 
 

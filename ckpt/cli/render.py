@@ -13,16 +13,19 @@ from rich.text import Text
 
 from ckpt.format.manifest import DERIVED, plain
 from ckpt.format.tally import tally
+from ckpt.repo.findings import DAMAGE, GARBAGE
+from ckpt.repo.log_reach import bytes_of
 from ckpt.repo.repository import attempt_prefix
-from ckpt.repo.verify import DAMAGE, GARBAGE
 from ckpt.words import count, size
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from ckpt.format.manifest import CommitBody
+    from ckpt.repo.log_reach import Reach
     from ckpt.repo.repository import Index
     from ckpt.repo.verify import Verification
+    from ckpt.store.base import Store
 
 PIPE_WIDTH = 100_000
 """Columns when nobody looks on: a pipe has no width, and a cut name is a wrong name."""
@@ -42,16 +45,28 @@ def console() -> Console:
     return Console(highlight=False) if sys.stdout.isatty() else _Pipe(highlight=False, width=PIPE_WIDTH)
 
 
-def commit_row(body: CommitBody) -> dict[str, Any]:
-    """Return what ``ls`` says of one checkpoint."""
+def commit_row(body: CommitBody, reach: Reach | None = None) -> dict[str, Any]:
+    """Return what ``ls`` says of one checkpoint. ``reach``: how far the logs behind it go."""
     return {
         "step": body.step,
         "attempt": body.attempt,
         "created": body.created,
         "engine": body.engine,
         "world": body.world,
+        "log": body.log,
+        "leads_to": None if reach is None else reach.step,
         **body.totals,
     }
+
+
+def log_of(store: Store, reach: Reach | None, trouble: Exception | None) -> dict[str, Any] | None:
+    """Return what ``show`` says of the gradient logs behind a checkpoint; None if there are none."""
+    if trouble is not None:
+        return {"error": str(trouble)}
+    if reach is None:
+        return None
+    numbers = [span.number for span in reach.spans]
+    return {"leads_to": reach.step, "logs": numbers, "nbytes": bytes_of(store, reach)}
 
 
 def describe(index: Index) -> dict[str, Any]:
@@ -110,21 +125,26 @@ def shown(text: str, style: str = "") -> Text:
     return Text(visible(text), style)
 
 
-def print_list(rows: Sequence[dict[str, Any]], unfinished: Sequence[int]) -> None:
+def print_list(rows: Sequence[dict[str, Any]], unfinished: Sequence[int], log_error: str | None = None) -> None:
     """Print the table of ``ls``."""
-    heads = ("step", "created", "engine", "ranks", "unique", "written", "reused", "note")
+    logged = any(row.get("leads_to") is not None for row in rows)
+    heads = ["step", "created", "engine", "ranks", "unique", "written", "reused", *["log"] * logged, "note"]
     table = new_table(heads, right=("step", "ranks", "unique", "written", "reused"))
     for row in rows:
         if "error" in row:
-            table.add_row(shown(str(row["step"])), *[""] * 6, shown(row["error"], "red"))
+            table.add_row(shown(str(row["step"])), *[""] * (len(heads) - 2), shown(row["error"], "red"))
             continue
+        leads_to = row["leads_to"]
+        log = "" if leads_to is None else f"to step {leads_to}" if leads_to > row["step"] else "empty"
         sizes = (size(row.get(name, 0)) for name in ("bytes_unique", "bytes_written", "bytes_reused"))
         diverging = row.get("divergences", 0)
         note = shown(count(diverging, "diverging replica"), "yellow") if diverging else Text()
         head = (str(row["step"]), row["created"], row["engine"], str(row["world"]))
-        table.add_row(*map(shown, (*head, *sizes)), note)
+        table.add_row(*map(shown, (*head, *sizes, *[log] * logged)), note)
     out = console()
     out.print(table if rows else "no committed checkpoint")
+    if log_error:
+        out.print(shown(f"gradient logs: {log_error}", "red"))
     if unfinished:
         out.print(f"begun and not committed: step {', '.join(map(str, unfinished))}")
 
@@ -136,6 +156,13 @@ def print_checkpoint(document: dict[str, Any]) -> None:
     out.print(shown(f"step {commit['step']}, attempt {commit['attempt']}, saved {commit['created']}"))
     out.print(shown(f"by {count(commit['world'], 'rank')} of {commit['engine']} ({software})"))
     out.print(shown(", ".join(f"{name.replace('_', ' ')} {amount(name, n)}" for name, n in commit["totals"].items())))
+
+    log = document.get("log")
+    if log is not None and "error" in log:
+        out.print(shown(f"gradient logs: {log['error']}", "red"))
+    elif log is not None:
+        leads = f"leads on to step {log['leads_to']}" if log["leads_to"] > commit["step"] else "has no record behind it"
+        out.print(shown(f"gradient log {', '.join(map(str, log['logs']))} ({size(log['nbytes'])}) {leads}"))
 
     table = new_table(("tensor", "role", "dtype", "shape", "size", "stored"), right=("size",))
     for tensor in document["tensors"]:
@@ -199,6 +226,9 @@ def print_verification(result: Verification) -> None:
     out.print(
         f"{checked}: {count(result.tensors, 'tensor')}, {count(result.chunks, 'chunk')}, {size(result.bytes_read)} read"
     )
+    if result.logs:
+        logs = f"{count(len(result.logs), 'gradient log')}: {count(result.records, 'record')}"
+        out.print(f"{logs}, {size(result.log_bytes)} read")
     if result.garbage_bytes:
         out.print(f"{size(result.garbage_bytes)} of garbage")
     out.print(shown("DAMAGED", "bold red") if result.damaged else shown("no damage", "green"))

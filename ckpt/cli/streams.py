@@ -1,4 +1,6 @@
-"""Standard output as it may be: closed, a pipe whose reader has gone, a full disk. No command fails in its midst."""
+"""Standard output and standard error as they may be: closed, a pipe whose reader has gone, a full disk. No command
+fails in its midst, and its exit code is its own.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +34,8 @@ class Output:
 
     def __init__(self) -> None:
         _fill()
-        if sys.stderr is None:
-            sys.stderr = io.TextIOWrapper(io.FileIO(2, "w", closefd=False), write_through=True)
+        said = getattr(sys.stderr, "encoding", None) or "utf-8"
+        sys.stderr = io.TextIOWrapper(_Out(2), said, "backslashreplace", write_through=True)
         self._raw = _Out(1)
         encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
         sys.stdout = io.TextIOWrapper(io.BufferedWriter(self._raw), encoding, line_buffering=self._raw.isatty())

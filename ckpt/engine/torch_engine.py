@@ -135,7 +135,13 @@ class TorchAdapter:
         return capture_counters(self._parts, self._layout, self.step())
 
     def replayed(self, objects: Sequence[Mapping[str, Any]]) -> list[str]:
-        """Drop gathered copies of FSDP2 parameters and put back hyperparameters and schedulers."""
+        """Bring together what each rank has stepped, and put back hyperparameters and schedulers.
+
+        A collective where there is a ``ZeroRedundancyOptimizer``.
+        """
+        for optimizer in self._parts.optimizers:
+            if inner_optimizer(optimizer) is not optimizer:
+                optimizer._sync_params()
         for part in self._parts.models:
             for module in fsdp_modules(part.module):
                 module.reshard()
@@ -159,7 +165,8 @@ class TorchAdapter:
 
 
 def _stepped(optimizer: Any, partitions: list[Partition]) -> list[Stepped]:
-    return stepped_of(inner_optimizer(optimizer), [one for one in partitions if one.pieces], optimizer)
+    # Of a ZeroRedundancyOptimizer also what other ranks step: nothing of it is held here, and it is known by name.
+    return stepped_of(inner_optimizer(optimizer), partitions, optimizer)
 
 
 def _is_count(value: object) -> bool:

@@ -20,6 +20,11 @@ from typing import NamedTuple
 from ckpt.errors import MalformedData
 from ckpt.format.digest import Buffer, Running
 
+VERSION = 1
+"""Of everything below ``log/``."""
+MAX_STEP = 10**18
+MAX_WORLD = 1 << 20
+"""Ranks of a log; nobody asks for the parts of more."""
 MAGIC = b"CKPTLOG\x01"
 HEADER = 64
 MAX_PAYLOAD = 1 << 40
@@ -65,6 +70,6 @@ def parse_frame(header: Buffer, at: int, where: str) -> Frame:
     if memoryview(header).nbytes < HEADER:
         raise MalformedData(f"{where}: {memoryview(header).nbytes} bytes at {at}, expected a header of {HEADER}")
     magic, step, nbytes, digest = _FIELDS.unpack_from(header)
-    if magic != MAGIC or nbytes > MAX_PAYLOAD or step >= 10**18:
+    if magic != MAGIC or nbytes > MAX_PAYLOAD or step >= MAX_STEP:
         raise MalformedData(f"{where}: no record begins at byte {at}")
     return Frame(step, at + HEADER, nbytes, digest)

@@ -234,7 +234,9 @@ class CommitBody(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     degrees: dict[str, int] = {}
     """dp, tp, pp, ep and zero of the layout that a conversion arranged the step for; empty after a save"""
     log: int | None = None
-    """number of the gradient log that passes through this state; None: of none"""
+    """number of the gradient log that passes through this state; 0: a checkpointer saved it that keeps no log; None: of
+    none
+    """
 
 
 class _CommitFile(msgspec.Struct, frozen=True, kw_only=True):

@@ -103,6 +103,8 @@ class Capture:
                 groups.add(self.own[entry].entry.group)
         entries = {entry for several in found.values() for entry in several}
         if not self.steps or self.steps[-1].entries & entries:
+            if len(self.steps) > 1:  # nobody drains: whatever comes of it, it must not fill the memory
+                return
             self.steps.append(Step())
         step = self.steps[-1]
         self._before(entries)

@@ -16,13 +16,13 @@ from ckpt.errors import CkptError, NoSuchCheckpoint, is_damage
 from ckpt.format.manifest import CommitBody
 from ckpt.gradlog.reading import read_rank_head
 from ckpt.gradlog.telling import Group, Said, changed_between, numel_of, read_words, said_of
-from ckpt.repo.lineage import LogHead, Span, chain_of, log_numbers
+from ckpt.repo.lineage import LogHead, Span, chain_of
 from ckpt.repo.log_files import TORN, Place, Runs, Trouble, look, ranks_of
 from ckpt.repo.log_needs import Needs, needs_of
 from ckpt.repo.repository import Repository
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Iterable, Sequence
 
     from ckpt.store.base import Store
 
@@ -59,7 +59,8 @@ class Step:
     @property
     def norm(self) -> float | None:
         """The gradient's norm over all ranks, as the optimizers saw it; None if unknown, or skipped."""
-        if self.skipped or self.ranks < self.world or self.square is None or self.square < 0:
+        known = self.square is not None and self.square >= 0 and math.isfinite(self.square)
+        if self.skipped or self.ranks < self.world or self.square is None or not known:
             return None
         return math.sqrt(self.square)
 
@@ -98,16 +99,19 @@ class RankPart:
 
 @dataclass(slots=True)
 class Log:
-    """One log. ``first``, ``last``: the records of it that count, ``last`` None: to its end."""
+    """One log. ``first``, ``last``: the records of it that count, ``last`` None: to its end. ``absent``: how many ranks
+    have no part in it.
+    """
 
     head: LogHead
     first: int
     last: int | None
     ranks: list[RankPart]
+    absent: int
 
     def sound_to(self, first: int) -> int:
         """Return the last step that all ranks have, without a gap from ``first`` on; ``first - 1`` if there is none."""
-        return min(part.sound.sound_to(first) for part in self.ranks)
+        return first - 1 if self.absent else min(part.sound.sound_to(first) for part in self.ranks)
 
     @property
     def end(self) -> int:
@@ -133,26 +137,25 @@ class History:
     @property
     def damaged(self) -> bool:
         """Is there damage or a gap, whether or not a later checkpoint makes up for it?"""
-        return any(part.troubles for log in self.logs for part in log.ranks) or any(map(self._is_short, self.logs))
+        if any(part.troubles for log in self.logs for part in log.ranks):
+            return True
+        return any(map(self._is_short, self.logs, self.logs[1:]))
 
-    def _is_short(self, log: Log) -> bool:
-        """Does a log end before the step behind which the next one goes on?"""
-        if log.last is None or self.reaches is None:
+    def _is_short(self, log: Log, after: Log) -> bool:
+        """Does a log end before the step behind which the next one goes on, though that begins at no checkpoint?"""
+        if log.last is None or self.reaches is None or after.head.attempt:
             return False
         reached = sum(one.reached for one in self.steps if one.log == log.head.number)
         return reached < log.last - log.first + 1
 
 
-def history_of(
-    store: Store, *, whole: bool = True, threads: int = THREADS, progress: Callable[[int], None] = lambda _n: None
-) -> History:
+def history_of(store: Store, *, whole: bool = True, threads: int = THREADS) -> History:
     """Look at the logs of the newest history.
 
     Args:
         store: the repository's.
         whole: look at every byte; else at headers and words alone, so that damage within gradients is not found.
         threads: ranks that are looked at at once.
-        progress: called with the number of bytes after each record, by one thread at a time.
 
     Raises:
         NoSuchCheckpoint: there is no log.
@@ -168,11 +171,11 @@ def history_of(
     logs: list[Log] = []
     ends: dict[int, _Behind] = {}
     for span in spans:
-        log, ends = _look_at(store, needs.heads[span.number], span, ends, _Tally(steps, progress), whole, threads)
+        log, ends = _look_at(store, needs.heads[span.number], span, ends, _Tally(steps), whole, threads)
         logs.append(log)
     reaches = _mark_reached(needs, logs, steps)
     base = Repository(store).read_commit(needs.ways[-1].step) if needs.ways else None
-    others = sorted(set(log_numbers(store)) - {span.number for span in spans})
+    others = sorted({*needs.heads, *needs.headless} - {span.number for span in spans})
     rows = [steps[step] for step in sorted(steps)]
     return History(logs, rows, [way.step for way in needs.ways], base, reaches, others, whole)
 
@@ -195,25 +198,24 @@ class _Behind:
 class _Tally:
     """Where all threads put what they find."""
 
-    def __init__(self, steps: dict[int, Step], progress: Callable[[int], None]) -> None:
-        self._steps, self._progress, self._lock = steps, progress, Lock()
+    def __init__(self, steps: dict[int, Step]) -> None:
+        self._steps, self._lock = steps, Lock()
 
     def add(self, step: int, head: LogHead, said: Said, changed: Sequence[str]) -> None:
         with self._lock:
             self._steps.setdefault(step, Step(step, head.number, head.world)).add(said, changed)
-            self._progress(said.nbytes)
 
 
 def _look_at(
     store: Store, head: LogHead, span: Span, before: dict[int, _Behind], tally: _Tally, whole: bool, threads: int
 ) -> tuple[Log, dict[int, _Behind]]:
     """Look at one log. ``before``: rank -> what the last record of the log before says."""
-    there = ranks_of(store, head.number)
-    looks = [_RankLook(store, head, span, rank, before.get(rank), tally) for rank in range(head.world)]
+    there = sorted(rank for rank in ranks_of(store, head.number) if rank < head.world)
+    looks = [_RankLook(store, head, span, rank, before.get(rank), tally) for rank in there]
     with ThreadPoolExecutor(threads, thread_name_prefix="ckpt-log") as pool:
-        list(pool.map(lambda one: one.run(whole), [one for one in looks if one.part.rank in there]))
+        list(pool.map(lambda one: one.run(whole), looks))
     behind = {one.part.rank: one.behind for one in looks if one.behind is not None}
-    return Log(head, span.first, span.last, [one.part for one in looks]), behind
+    return Log(head, span.first, span.last, [one.part for one in looks], head.world - len(there)), behind
 
 
 class _RankLook:

@@ -8,6 +8,7 @@ behind the next forward and backward.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -156,11 +157,9 @@ class GradientLog:
     def _trouble(self, step: int, steps: Sequence[Step]) -> str | None:
         if self._capture.failed is not None:
             return f"gradients could not be taken: {self._capture.failed}"
-        if self._watch.changed is not None:
-            return self._watch.changed
         if len(steps) > 1:
             return f"the optimizers have taken {len(steps)} steps between two calls: one call is expected behind each"
-        return None
+        return self._watch.changed
 
     def _break(self, why: str) -> None:
         self.broken = why
@@ -273,7 +272,8 @@ class GradientLog:
 
     def _sampled(self) -> tuple[tuple[int, float], ...]:
         own = self._capture.own
-        return tuple((at, float(flat_of(own[entry].stepped.key)[place])) for at, entry, place in self._samples)
+        values = ((at, float(flat_of(own[entry].stepped.key)[place])) for at, entry, place in self._samples)
+        return tuple((at, value) for at, value in values if math.isfinite(value))  # JSON has no others
 
 
 class _Paused:

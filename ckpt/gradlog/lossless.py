@@ -9,6 +9,7 @@ multiplier fits (gradients accumulated in fp32), they are kept as they are.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -80,7 +81,8 @@ class Keeper:
                 yield dtype, scale
             tried.add((dtype, scale))
         for dtype in HALVES:
-            for scale in scales_of(sample, dtype):
+            for found in scales_of(sample, dtype):
+                scale = _raised(found, grad) if dtype == torch.float16 else found
                 if (dtype, scale) not in tried:
                     yield dtype, scale
 
@@ -105,6 +107,18 @@ def scales_of(sample: torch.Tensor, dtype: torch.dtype, most: int = 4) -> list[f
     halves = (finite / scales[:, None]).to(dtype)
     good = (halves.float() * scales[:, None] == finite).all(dim=1)
     return [float(one) for one in scales[good][:most]]
+
+
+def _raised(scale: float, grad: torch.Tensor) -> float:
+    """Return the multiplier times the power of two that keeps the largest of all elements below fp16's largest number.
+
+    A sample need not have it, and the multiplier of fp16 gradients is known but for a power of two.
+    """
+    low, high = torch.aminmax(grad)
+    largest = max(-float(low), float(high)) / scale
+    if not math.isfinite(largest) or largest < 2.0 ** (_HIGHEST[torch.float16] + 1):
+        return scale
+    return scale * 2.0 ** (math.frexp(largest)[1] - _HIGHEST[torch.float16] - 1)
 
 
 def _sample(grad: torch.Tensor) -> torch.Tensor:

@@ -58,20 +58,40 @@ def targets_of(stepped: Sequence[Stepped], heads: Mapping[int, RankHead]) -> lis
     Raises:
         ReplayError: nobody has logged the gradient of something that is stepped here.
     """
-    logged: dict[str, list[tuple[int, int, int, Part]]] = {}
+    logged = _logged(heads)
+    found = []
+    for one in stepped:
+        grad = torch.zeros_like(one.key, requires_grad=False)
+        found.append(_target(one, logged, grad, local_of(grad)))
+    return found
+
+
+def check_logged(stepped: Sequence[Stepped], heads: Mapping[int, RankHead]) -> None:
+    """Check that :func:`targets_of` will find everything, without memory for gradients. Errors as there."""
+    logged = _logged(heads)
+    for one in stepped:
+        blank = torch.empty(local_of(one.key).shape, dtype=one.key.dtype, device="meta")
+        _target(one, logged, blank, blank)
+
+
+Logged = dict[str, list[tuple[int, int, int, "Part"]]]
+"""FQN -> (rank, entry, position in the entry's logged elements, part)."""
+
+
+def _logged(heads: Mapping[int, RankHead]) -> Logged:
+    logged: Logged = {}
     for rank, head in heads.items():
         for number, entry in enumerate(head.entries):
             start = 0
             for part in entry.parts:
                 logged.setdefault(part.fqn, []).append((rank, number, start, part))
                 start += part.box.volume
-    return [_target(one, logged) for one in stepped]
+    return logged
 
 
-def _target(stepped: Stepped, logged: Mapping[str, list[tuple[int, int, int, Part]]]) -> Target:
-    grad = torch.zeros_like(stepped.key, requires_grad=False)
+def _target(stepped: Stepped, logged: Logged, grad: torch.Tensor, local: torch.Tensor) -> Target:
     target = Target(stepped, grad)
-    for fqn, shape, box, view in stepped.places(local_of(grad)):
+    for fqn, shape, box, view in stepped.places(local):
         sources = logged.get(fqn, [])
         if any(part.shape != shape for _, _, _, part in sources):
             raise ReplayError(f"{fqn!r}: the log has shape {list(sources[0][3].shape)}, expected {list(shape)}")

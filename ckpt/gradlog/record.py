@@ -51,8 +51,8 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
 
     ``optimizer``, ``group``: numbers. ``dtype``: of the stepped tensor. ``members``: FQNs of all that is in it on any
     rank. ``layout``: digest of what it holds here; equal for equal boxes in equal places. ``size``: elements of the
-    tensor here, padding included (0: not known); ``held``: without padding; ``at``: where in it each part begins (-1: it
-    does not lie there row by row).
+    tensor here, padding included (0: not known); ``held``: without padding; ``at``: where in it each part begins (-1:
+    it does not lie there row by row).
     """
 
     optimizer: int

@@ -9,7 +9,7 @@ import msgspec
 
 from ckpt.errors import ReplayError
 from ckpt.repo.lineage import Way, read_head, ways_to
-from ckpt.repo.log_files import Scan, scan
+from ckpt.repo.log_files import Scan, ranks_of, scan
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -114,6 +114,9 @@ def _ended(comm: Comm, store: Store, way: _Way) -> Recovery:
 
 def _scans(comm: Comm, store: Store, span: _Span) -> Sequence[Scan]:
     def work() -> bytes:
+        there = ranks_of(store, span.number)
+        if len(there) < span.world:  # some rank has nothing, which is how far all have come
+            return msgspec.msgpack.encode([Scan(comm.rank, span.first, span.first - 1)])
         mine = range(comm.rank, span.world, comm.world)
         return msgspec.msgpack.encode([scan(store, span.number, rank, span.first, span.last) for rank in mine])
 

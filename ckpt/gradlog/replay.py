@@ -14,12 +14,14 @@ import torch
 
 from ckpt.errors import MalformedData, ReplayError
 from ckpt.format.digest import Running, from_raw
-from ckpt.gradlog.mapping import CallGradients, needed_ranks, targets_of
+from ckpt.gradlog.log import software
+from ckpt.gradlog.mapping import CallGradients, check_logged, needed_ranks, targets_of
 from ckpt.gradlog.reading import RankReader, read_rank_head
 from ckpt.gradlog.record import RankHead, read_options
 from ckpt.gradlog.share import held_runs, layout_digest, local_of
 from ckpt.gradlog.supported import kernel_of
 from ckpt.gradlog.watch import state_of
+from ckpt.layout.box import Box
 from ckpt.runtime.objects import decode_object
 
 if TYPE_CHECKING:
@@ -85,11 +87,14 @@ class Replay:
             raise MalformedData(f"log {number}: its ranks speak of different numbers of ranks")
         self._optimizers = list(dict.fromkeys(one.optimizer for one in stepped))
         self._shown = list(dict.fromkeys(one.shown for one in stepped))
-        self._targets: list[Target] = targets_of(stepped, self._heads)
+        self._targets: list[Target] = []
+        check_logged(stepped, self._heads)
         self._own = rank % log_world
         needed = needed_ranks(stepped, self._heads)
         self._needed = sorted(needed)
-        self._extra = [self._own] if self._own not in needed else []
+        # Of copies that differ (statistics of a BatchNorm) each rank of the same job gets its own, others the first.
+        self._order = [rank, *range(log_world)] if log_world == world else [*range(log_world)]
+        self._extra = [r for r in dict.fromkeys((self._own, self._order[0])) if r not in needed]
         self._same = log_world == world and [layout_digest(one) for one in stepped] == [
             entry.layout for entry in self._heads[rank].entries
         ]
@@ -103,6 +108,7 @@ class Replay:
             ReplayError, IntegrityError, FormatError: the log does not have them, or not as they were written.
         """
         outcome = Outcome(notes=list(self.notes))
+        self._targets = targets_of(self._stepped, self._heads)
         readers = {r: RankReader(self.store, self.number, r, first) for r in (*self._needed, *self._extra)}
         record, tensors = None, None
         for step in range(first, last + 1):
@@ -116,8 +122,7 @@ class Replay:
         if record is not None:
             self._set_options(record.options)
             self._judge(last, record, outcome)
-        for target in self._targets:
-            target.grad = torch.empty(0)
+        self._targets = []
         return outcome
 
     # -- one step ---------------------------------------------------------------------------------------------------
@@ -149,7 +154,7 @@ class Replay:
                 if any(keys):
                     for group, own in zip(optimizer.param_groups, keys, strict=True):
                         group["params"] = own
-                    self._optimizers[number].step()
+                    self._repeat(step, self._optimizers[number])
         finally:
             for optimizer, shown, params in groups:
                 optimizer.param_groups = shown
@@ -157,6 +162,12 @@ class Replay:
                     group["params"] = own
             for one, grad in zip(self._stepped, before, strict=True):
                 one.key.grad = grad
+
+    def _repeat(self, step: int, optimizer: torch.optim.Optimizer) -> None:
+        try:
+            optimizer.step()
+        except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            raise ReplayError(f"log {self.number}, step {step}: {type(optimizer).__name__} fails: {error}") from error
 
     def _filled(self, step: int, target: Target, gradients: Mapping[int, CallGradients]) -> torch.Tensor | None:
         there = [copy for copy in target.copies if copy.entry in gradients[copy.rank]]
@@ -214,26 +225,26 @@ class Replay:
         for mine, theirs in zip(here, saved.kernels, strict=False):
             if mine["class"] != theirs.get("class"):
                 raise ReplayError(
-                    f"log {self.number} was made by {theirs.get('class')}, the engine's optimizer is {mine['class']}"
+                    f"log {self.number} was made by {theirs.get('class')}, the engine's optimizer is {mine['class']}; "
+                    f"replay=False loads the checkpoint before it"
                 )
             if mine != theirs:
                 notes.append(f"the log's steps were made with {theirs['options']}, here with {mine['options']}")
+        here_are, of_deepspeed = software(), any("deepspeed" in one["class"] for one in here)
+        for name in ("torch", "device", *(["deepspeed"] if of_deepspeed else [])):
+            was, now = saved.software.get(name), here_are.get(name)
+            if now != was:
+                notes.append(f"the log's steps were made with {name} {was}, here it is {now}: the last bits may differ")
         return notes
 
     # -- beside the optimizers ----------------------------------------------------------------------------------------
 
     def _put_loose(self, read: Mapping[int, tuple[Record, Tensors]]) -> None:
-        order = [self._own, *(r for r in read if r != self._own)]
         for shard in self._loose:
-            for r in order:
-                record, tensors = read[r]
-                found = next((one for one in record.loose if (one.fqn, one.role) == shard.spec.key), None)
-                if found is not None:
-                    if (found.offsets, found.sizes) != (shard.box.offsets, shard.box.sizes):
-                        raise ReplayError(f"{shard.spec}: the log has box {found.offsets}, expected {shard.box}")
-                    with torch.no_grad():
-                        shard.tensor.copy_(tensors.tensor(found.name, found.dtype, found.sizes))
-                    break
+            left = shard.box.volume
+            for r in self._order:
+                if r in read and left:
+                    left -= _put(shard, *read[r])
 
     def _collect(self, record: Record, tensors: Tensors, outcome: Outcome) -> None:
         for one in record.objects:
@@ -273,6 +284,24 @@ class Replay:
                     off = abs(now - value) / max(abs(value), 1e-30)
                     worst = off if worst is None else max(worst, off)
         return worst
+
+
+def _put(shard: LiveShard, record: Record, tensors: Tensors) -> int:
+    """Put what a record has of a tensor into it; return how many elements that were."""
+    count = 0
+    for one in record.loose:
+        if (one.fqn, one.role) != shard.spec.key:
+            continue
+        if one.shape != shard.spec.shape:
+            raise ReplayError(f"{shard.spec}: the log has shape {list(one.shape)}")
+        box = Box(one.offsets, one.sizes)
+        common = box.intersect(shard.box)
+        if common is not None:
+            stored = tensors.tensor(one.name, one.dtype, one.sizes)
+            with torch.no_grad():
+                shard.tensor[common.relative_to(shard.box)].copy_(stored[common.relative_to(box)])
+            count += common.volume
+    return count
 
 
 def _element(head: RankHead, at: int) -> tuple[str, tuple[int, ...]] | None:

@@ -13,45 +13,64 @@ from ckpt.gradlog.replay import Outcome, Replay, update_group
 from ckpt.runtime.extras import ENGINE, EXTRA, RNG, VALUE
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
-    from ckpt.engine.base import EngineState
+    from ckpt.engine.base import EngineState, Stepped
     from ckpt.gradlog.recover import Recovery
-    from ckpt.runtime.comm import Comm
     from ckpt.runtime.revive import Saved
     from ckpt.store.base import Store
 
 
-def replay_on(comm: Comm, store: Store, adapter: object, way: Recovery, state: EngineState, saved: Saved) -> Outcome:
-    """Replay what was logged behind the checkpoint that the engine has just got. A collective of the engine's.
+class Replays:
+    """What is to be replayed on one rank, checked before anything of the engine is touched.
 
     Args:
-        comm: all ranks.
         store: the repository's.
-        adapter: of the engine, whose load is finished.
+        adapter: of the engine that is being loaded.
         way: what to replay.
         state: what is loaded on this rank.
-        saved: objects of the checkpoint; those that the log has newer ones of are replaced.
+        rank, world: of this process.
 
     Raises:
         ReplayError: the engine cannot repeat steps, or the log is not of what it steps.
         IntegrityError, FormatError: damage.
     """
-    if not isinstance(adapter, ReplayableAdapter):
-        raise ReplayError(f"steps cannot be replayed with an adapter of {type(adapter).__name__}; replay=False")
-    stepped = adapter.stepped()
-    loose = loose_of(state, stepped)
-    whole = Outcome()
-    for one in way.stretches:
-        replay = Replay(store, one.number, comm.rank, comm.world, stepped, loose, one.world)
-        done = replay.run(one.first, one.last, comm.beat)
-        whole.steps += done.steps
-        whole.skipped += done.skipped
-        whole.bytes_read += done.bytes_read
-        whole.exact, whole.deviation = done.exact, done.deviation
-        whole.kinds |= done.kinds
-        whole.notes += done.notes
-        saved.rng_is_own = saved.rng_is_own and comm.rank < one.world
+
+    def __init__(self, store: Store, adapter: object, way: Recovery, state: EngineState, rank: int, world: int) -> None:
+        if not isinstance(adapter, ReplayableAdapter):
+            raise ReplayError(f"steps cannot be replayed with an adapter of {type(adapter).__name__}; replay=False")
+        self._adapter, self._way, self._rank = adapter, way, rank
+        self._stepped = adapter.stepped()
+        loose = loose_of(state, self._stepped)
+        self._replays = [
+            Replay(store, one.number, rank, world, self._stepped, loose, one.world) for one in way.stretches
+        ]
+
+    def run(self, saved: Saved, beat: Callable[[], None]) -> Outcome:
+        """Repeat the steps on the engine, whose load of the checkpoint is finished. A collective of the engine's.
+
+        Args:
+            saved: objects of the checkpoint; those that the log has newer ones of are replaced.
+            beat: called behind each step.
+
+        Raises:
+            ReplayError, IntegrityError, FormatError: the log does not have the steps, or not as they were written.
+        """
+        whole = Outcome()
+        for one, replay in zip(self._way.stretches, self._replays, strict=True):
+            done = replay.run(one.first, one.last, beat)
+            whole.steps += done.steps
+            whole.skipped += done.skipped
+            whole.bytes_read += done.bytes_read
+            whole.exact, whole.deviation = done.exact, done.deviation
+            whole.kinds |= done.kinds
+            whole.notes += done.notes
+            saved.rng_is_own = saved.rng_is_own and self._rank < one.world
+        _put_back(self._adapter, self._stepped, saved, whole)
+        return whole
+
+
+def _put_back(adapter: ReplayableAdapter, stepped: Sequence[Stepped], saved: Saved, whole: Outcome) -> None:
     counters: dict[str, Any] = {}
     for (kind, name), tree in whole.kinds.items():
         if kind == ENGINE:
@@ -70,7 +89,6 @@ def replay_on(comm: Comm, store: Store, adapter: object, way: Recovery, state: E
     # The groups of the checkpoint were put back with the counters: those behind the last step are the right ones.
     for group, options in zip(groups, settings, strict=True):
         update_group(group, options)
-    return whole
 
 
 def _copied(group: Mapping[str, Any]) -> dict[str, Any]:

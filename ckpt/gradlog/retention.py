@@ -2,42 +2,56 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from ckpt.repo.gc import collect
-from ckpt.repo.lineage import heads_of, log_key, ways
+from ckpt.repo.lineage import commits_of, heads_of, log_key, ways
 from ckpt.repo.log_files import files_of
-from ckpt.repo.repository import Repository, commit_key
+from ckpt.repo.repository import commit_key
 
 if TYPE_CHECKING:
     from ckpt.store.base import Store
 
 
 def retire(store: Store, keep: int) -> list[int]:
-    """Remove all but the newest ``keep`` checkpoints of the newest history, and the logs before the oldest of those.
+    """Remove all but the newest ``keep`` full saves of a checkpointer, and what is logged before the oldest of those.
 
-    Checkpoints that no log passes through are somebody else's, and stay. Returns the steps that were removed.
+    Checkpoints that were saved by other means stay, and so do those of a past that was given up, until the job has
+    passed them. Returns the steps that were removed.
 
     Raises:
         StoreError: the store refused; whatever stands is whole.
     """
-    found = ways(store)
-    if len(found) <= keep:
-        return []
-    old, oldest = [one.step for one in found[:-keep]], found[-keep]
+    found, commits = ways(store), commits_of(store)
+    own = {step: commit for step, commit in commits.items() if commit.log is not None}
+    if found:
+        # Behind a log that has ended a new one begins, which the checkpoints before it are not on.
+        before = sorted(step for step in own if step < found[0].step)
+        order = [*before, *(way.step for way in found)]
+    else:
+        order = sorted(own, key=lambda step: (own[step].created, step))
+    old, kept = order[:-keep], order[-keep:]
     # The commits first: from then on nobody begins at one of them, whatever is left of it.
     for step in old:
         store.delete(commit_key(step))
-    needed = {span.number for span in oldest.spans}
+    if old:
+        first = [way.spans[0].number for way in found if way.step in kept]
+        first += [log for step in kept if step in own and (log := own[step].log)]
+        _forget_logs(store, min(first, default=0), min(kept))
+        collect(store)
+    return old
+
+
+def _forget_logs(store: Store, first: int, step: int) -> None:
+    """Remove the logs before number ``first``, and of the others the files that end at or before ``step``."""
     for number, head in sorted(heads_of(store).items()):
-        for rank in range(head.world):
-            files = files_of(store, number, rank)
-            for i, (_, key) in enumerate(files):
-                ends = files[i + 1][0] - 1 if i + 1 < len(files) else None
-                if number < min(needed) or (number in needed and ends is not None and ends <= oldest.step):
-                    store.delete(key)
-        if number < min(needed):
+        if number < first:
             for info in list(store.walk(log_key(number))):
                 store.delete(info.key)
-    collect(store)
-    return [step for step in old if not Repository(store).has(step)]
+            continue
+        for rank in range(head.world):
+            files = files_of(store, number, rank)
+            for (_, key), (following, _) in pairwise(files):
+                if following - 1 <= step:
+                    store.delete(key)

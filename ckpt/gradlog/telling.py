@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 FIRST = 64 << 10
 """Bytes of a record that are read at first: nearly always its header is in them, and a small record whole."""
 MAX_NUMEL = 1 << 60
+MAX_SECONDS = 1e9
 _SCALERS = ("loss_scaler", "scaler")
 _SCALES = ("cur_scale", "scale")
 _COUNTERS = frozenset({"step"})
@@ -129,7 +130,7 @@ def said_of(record: Record, stored: int, numel: Sequence[int], place: Place) -> 
         raw=raw,
         skipped=record.skipped,
         square=_finite(record.square),
-        seconds=_finite(record.seconds) or 0.0,
+        seconds=min(max(_finite(record.seconds) or 0.0, 0.0), MAX_SECONDS),
         dtypes=frozenset(dtypes),
         multipliers=frozenset(multipliers),
         lr=lr,
@@ -161,9 +162,12 @@ def _rate(text: str, where: str) -> float | None:
 
 def _multiplier(text: str, where: str) -> float:
     try:
-        return float.fromhex(text)
-    except (ValueError, OverflowError) as error:
-        raise MalformedData(f"{where}: a multiplier {text[:40]!r}") from error
+        number = _finite(float.fromhex(text))
+    except (ValueError, OverflowError):
+        number = None
+    if number is None:
+        raise MalformedData(f"{where}: a multiplier {text[:40]!r}")
+    return number
 
 
 def _loss_scale(record: Record, where: str) -> float | None:

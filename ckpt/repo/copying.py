@@ -2,7 +2,7 @@
 
 Order at the destination, which is that of a save: marker, attempt, packs, index parts, index root, commit. So a copy
 that is stopped anywhere leaves every committed step whole, and beside it only objects that the next copy finds and
-keeps. docs/format.md has the crash table.
+keeps. Gradient logs come behind the commits that they lead on from. docs/format.md has the crash table.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from ckpt.errors import CheckpointExists, CkptError, ConfigError, MalformedData, MissingChunk, ObjectNotFound, is_damage
 from ckpt.format.manifest import DERIVED, MAX_COMMIT, CommitBody, FileRef, PackRef, decode_commit, specs_of
 from ckpt.format.parts import decode_part
+from ckpt.repo.log_copying import copy_logs, survey_logs
 from ckpt.repo.moving import Mover
 from ckpt.repo.repository import Repository, commit_key
 from ckpt.repo.transfer import Held
@@ -36,7 +37,7 @@ class CopyReport:
     """What a copy did. Steps ascend; bytes and objects are those of packs and indexes.
 
     ``steps``: committed at the destination now. ``present``: committed there before, the same. ``*_present``: whole at
-    the destination before this copy, so not copied.
+    the destination before this copy, so not copied. ``logs``: numbers of the gradient logs that are there now.
     """
 
     steps: list[int] = field(default_factory=list)
@@ -45,6 +46,11 @@ class CopyReport:
     packs_present: int = 0
     bytes_copied: int = 0
     bytes_present: int = 0
+    logs: list[int] = field(default_factory=list)
+    log_files_copied: int = 0
+    log_files_present: int = 0
+    log_bytes_copied: int = 0
+    log_bytes_present: int = 0
 
 
 def copy_steps(
@@ -57,8 +63,11 @@ def copy_steps(
     threads: int = THREADS,
     io_limit: float | None = None,
     progress: Progress = lambda _done, _total: None,
+    logs: bool = True,
 ) -> CopyReport:
     """Copy committed steps with all that they refer to, packs of earlier steps too. Can be repeated until it succeeds.
+
+    The gradient logs behind them go along, so that the copy of the newest step leads to the same last step.
 
     Args:
         src: where they are; only read.
@@ -69,12 +78,14 @@ def copy_steps(
         threads: packs that are copied at once. Each holds about 8 MiB, beside what the store's writer holds.
         io_limit: bytes per second that are read from the source at most, and as many at the destination.
         progress: called with bytes done and bytes in all after each piece, by one thread at a time.
+        logs: False: checkpoints alone.
 
     Raises:
         NoSuchCheckpoint: the source has not one of the steps; nothing was written.
-        CheckpointExists: the destination has a step with other content; nothing was written.
+        CheckpointExists: the destination has a step with other content, or another log of the same number; nothing was
+            written.
         IntegrityError, FormatError: the source is damaged; the message names tensor and pack. The step is not
-            committed.
+            committed. Damage within a log: the steps are.
         StoreError: a store refused or failed.
         ConfigError: an argument is wrong, or both stores are one.
     """
@@ -85,11 +96,14 @@ def copy_steps(
     if io_limit is not None:  # a rate for each side: reading and writing are seldom the same link
         src, dst = Limited(src, Rate(io_limit)), Limited(dst, Rate(io_limit))
     chosen = _survey(src, dst, steps, overwrite)
+    behind = survey_logs(src, dst, [step.body.step for step in chosen]) if logs else []
     report = CopyReport()
     total = sum(one.nbytes for one in {ref.key: ref for step in chosen for ref in step.refs()}.values())
+    total += sum(file.nbytes for log in behind for file in log.files)
     with Mover(src, dst, report, total, threads, progress, verify=verify) as mover:
         for step in chosen:
             _copy(step, mover, overwrite)
+        copy_logs(src, dst, behind, report, verify=verify, threads=threads, moved=mover.meter.advance)
     return report
 
 

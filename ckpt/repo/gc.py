@@ -1,5 +1,7 @@
 """Find and remove what no commit refers to: killed saves and copies, replaced attempts, temporary files, open uploads.
 
+Gradient logs too, where no checkpoint leads to them or their steps were given up (:mod:`ckpt.repo.gc_logs`).
+
 Safe beside running saves and copies, and safe to be killed: what a commit needs is never in question, because all
 commits are read first, and again before anything is deleted. If one of them cannot be read, nothing is deleted at all:
 it might refer to anything.
@@ -16,6 +18,9 @@ from ckpt.errors import CkptError, NoSuchCheckpoint, RepositoryError, is_damage
 from ckpt.format.manifest import MAX_COMMIT, decode_commit, specs_of
 from ckpt.format.parts import decode_part
 from ckpt.repo.ages import age_of, attempt_of
+from ckpt.repo.gc_logs import UnneededLogs
+from ckpt.repo.lineage import HEAD, log_key, log_numbers
+from ckpt.repo.lineage import ROOT as LOGS
 from ckpt.repo.repository import MARKER, Repository, attempt_marker, commit_key, step_prefix
 from ckpt.store.base import HasFolders, HasOrphans
 
@@ -26,7 +31,8 @@ if TYPE_CHECKING:
 
 ATTEMPT, LEFTOVER, TEMPORARY, UPLOAD, FOREIGN = "attempt", "leftover", "temporary", "upload", "foreign"
 """Kinds of garbage: a whole attempt; files of an attempt of which a commit needs others; a file in the making; an
-upload that was never completed; a file of a name that no release writes, which is never removed.
+upload that was never completed; a file of a name that no release writes, which is never removed. Kinds of gradient logs
+are those of :mod:`ckpt.repo.log_needs`.
 """
 TEMP = ".tmp-"
 OLDER_THAN = 3600.0
@@ -83,7 +89,8 @@ def collect(store: Store, older_than_s: float = OLDER_THAN, dry_run: bool = Fals
 
     Raises:
         NoSuchCheckpoint: there is no repository here.
-        RepositoryError: commits or indexes that cannot be read, all of them listed; nothing was deleted.
+        RepositoryError: commits, indexes or what logs say of themselves cannot be read, all of them listed; nothing
+            was deleted.
         StoreError: the store refused or failed; garbage that is left is found by the next collection.
     """
     return _Collection(store, older_than_s, dry_run).run()
@@ -159,16 +166,18 @@ class _Collection:
 
     def run(self) -> GcReport:
         self.repo.check_marker()
-        if self.store.size(MARKER) is None and not self.repo.started():
+        if self.store.size(MARKER) is None and not self.repo.started() and not self.store.children(LOGS):
             raise NoSuchCheckpoint(f"no repository in {self.store.url}")
         # Listed before the commits are read: whatever is committed in between is then seen as needed.
         listed = list(self.store.walk(""))
         self.references.refresh()
         self.report.steps = sorted(self.references.commits)
+        logs = UnneededLogs(self.store, [info for info in listed if info.key.startswith(f"{LOGS}/")])
         attempts, single = self._unreferenced(listed)
         self._attempts(attempts)
         for kind, info in single:
             self._single(kind, info)
+        self._logs(logs)
         self._uploads()
         if not self.report.dry_run:
             self._folders()
@@ -182,7 +191,8 @@ class _Collection:
         single = []
         for info in sorted(listed, key=lambda info: info.key):
             folder, name = attempt_of(info.key), info.key.rpartition("/")[2]
-            if info.key in self.references.keys or not (info.key.startswith("steps/") or info.key.startswith(TEMP)):
+            is_temporary = name.startswith(TEMP) and (info.key == name or info.key.startswith(f"{LOGS}/"))
+            if info.key in self.references.keys or not (info.key.startswith("steps/") or is_temporary):
                 continue
             if name.startswith(TEMP) and (folder is None or folder in self.references.attempts):
                 single.append((TEMPORARY, info))
@@ -228,6 +238,16 @@ class _Collection:
             for info in sorted(infos, key=_order):
                 self.store.delete(info.key)
 
+    # -- gradient logs ------------------------------------------------------------------------------------------------
+
+    def _logs(self, logs: UnneededLogs) -> None:
+        for one in logs.found:
+            kept = one.kept or self._young(one.age_s)
+            if not kept and not self.report.dry_run:
+                kept = logs.remove(one)
+            nbytes = sum(info.nbytes for info in one.infos)
+            self.report.found.append(Garbage(one.kind, one.key, len(one.infos), nbytes, one.age_s, kept))
+
     # -- the rest ------------------------------------------------------------------------------------------------------
 
     def _single(self, kind: str, info: ObjectInfo) -> None:
@@ -266,6 +286,12 @@ class _Collection:
                     for below in (f"{folder}/packs", f"{folder}/index", folder):
                         self.store.remove_folder(below)
             self.store.remove_folder(step_prefix(step))
+        for number in log_numbers(self.store)[:-1]:  # the last one may be about to be begun
+            folder = log_key(number)
+            if self.store.size(f"{folder}/{HEAD}") is None:
+                for rank in self.store.children(folder):
+                    self.store.remove_folder(f"{folder}/{rank}")
+                self.store.remove_folder(folder)
 
 
 def _order(info: ObjectInfo) -> tuple[int, str]:

@@ -2,7 +2,7 @@
 
 *Damage* is anything that a committed step promises and the store does not have, byte for byte. *Garbage* is what no
 commit refers to: the leftovers of a killed save, harmless until somebody wants the space. The check never stops at the
-first finding.
+first finding. Gradient logs: :mod:`ckpt.repo.verify_logs`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from ckpt.format.manifest import CODEC, DERIVED, BlobEntry, ChunkEntry, IndexPar
 from ckpt.format.pack import MAX_HEADER, parse_header
 from ckpt.layout.box import Box, first_overlap
 from ckpt.repo.ages import attempt_of
+from ckpt.repo.findings import DAMAGE, GARBAGE, Finding
 from ckpt.repo.repository import MARKER, Repository, attempt_marker, commit_key, step_prefix
+from ckpt.repo.verify_logs import verify_logs
 from ckpt.words import listed
 
 if TYPE_CHECKING:
@@ -27,7 +29,6 @@ if TYPE_CHECKING:
     from ckpt.layout.spec import TensorSpec
     from ckpt.repo.repository import Index
 
-DAMAGE, GARBAGE = "damage", "garbage"
 SHOWN = 8
 """Chunks named when a whole pack is bad."""
 
@@ -35,19 +36,12 @@ Checked = dict[tuple[str, int, int, int, str | None], str]
 """What was found, once for all steps: (key, start, length, bytes of the chunk, codec) -> digest, or the problem."""
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One thing that is wrong. ``step``: the committed step that it harms; None for garbage. ``key``: the file."""
-
-    severity: str
-    key: str
-    message: str
-    step: int | None = None
-
-
 @dataclass(slots=True)
 class Verification:
-    """What was checked and found. ``bytes_read``: chunk data as stored; ``tensors``: those of all checked steps."""
+    """What was checked and found. ``bytes_read``: chunk data as stored; ``tensors``: those of all checked steps.
+
+    ``logs``, ``records``, ``log_bytes``: gradient logs, their records on all ranks, and the bytes of those.
+    """
 
     findings: list[Finding] = field(default_factory=list)
     steps: list[int] = field(default_factory=list)
@@ -55,6 +49,9 @@ class Verification:
     chunks: int = 0
     bytes_read: int = 0
     garbage_bytes: int = 0
+    logs: list[int] = field(default_factory=list)
+    records: int = 0
+    log_bytes: int = 0
 
     @property
     def damaged(self) -> bool:
@@ -65,11 +62,11 @@ class Verification:
 def verify(
     repo: Repository, step: int | None = None, progress: Callable[[int], None] = lambda _nbytes: None
 ) -> Verification:
-    """Check one step, or all steps and what lies beside them.
+    """Check one step, or all steps, the gradient logs behind them, and what lies beside.
 
     Args:
         repo: the repository.
-        step: only this step (garbage is then not looked for).
+        step: only this step (gradient logs and garbage are then not looked at).
         progress: called with the number of bytes after each chunk.
 
     Raises:
@@ -94,6 +91,10 @@ def verify(
         if index is not None:
             _check_step(repo, one, index, result, used, checked, progress)
     if step is None:
+        found = verify_logs(repo.store, progress)
+        result.findings += found.findings
+        result.logs, result.records, result.log_bytes = found.logs, found.records, found.nbytes
+        result.garbage_bytes += found.garbage
         _find_garbage(repo, result, used)
     return result
 

@@ -8,6 +8,7 @@ loss an unsynced rename can be undone, or worse, leave an empty file under the f
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import stat
 from contextlib import suppress
@@ -134,6 +135,20 @@ class LocalStore:
         with mapped(key, self.url, "create"):
             self._sync_up(os.path.dirname(appender.path))
         return appender
+
+    def in_use(self, key: str) -> bool:
+        """Does somebody append to this file? The lock of a process that was killed is gone with it."""
+        with mapped(key, self.url, "lock"):
+            fd = self._open(key)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return True
+            except OSError:
+                return False
+            finally:
+                os.close(fd)
+        return False
 
     def get(self, key: str, start: int = 0, nbytes: int | None = None) -> bytes:
         """See :class:`~ckpt.store.base.Store`."""

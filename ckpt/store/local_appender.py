@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from ckpt.errors import ObjectExists
@@ -31,6 +33,8 @@ class LocalAppender:
                 self.fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_APPEND, 0o666)
             except FileExistsError as error:
                 raise ObjectExists(f"{key!r} exists already in {store.url}", key) from error
+            with suppress(OSError):  # where the file system has no locks, nobody can ask who writes
+                fcntl.flock(self.fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
             sync_dir(os.path.dirname(self.path))
 
     def append(self, data: Sequence[Buffer]) -> None:

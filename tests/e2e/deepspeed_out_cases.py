@@ -104,11 +104,16 @@ def load_weights(rank: int, world: int, root: str, cases: list[dict[str, Any]]) 
     wrong: list[list[str]] = []
     for case in cases:
         job = make_engine(seed=7, **case["engine"])
-        where, _ = job.load_checkpoint(case["path"], load_optimizer_states=False, load_lr_scheduler_states=False)
+        flags = {case.get("flag", "load_optimizer_states=False").partition("=")[0]: "flag" in case}
+        where, _ = job.load_checkpoint(case["path"], **flags, load_lr_scheduler_states=False)
         assert where is not None
         found = wholes(job)
         params = {key: tensor for key, tensor in reference.items() if key[1] in ("param", "buffer")}
         wrong.append([str(key) for key, tensor in params.items() if not torch.equal(found[key], tensor)])
+        if case.get("masters"):  # what the next step makes the weights from
+            made = {fqn: tensor for (fqn, role), tensor in found.items() if role == "master"}
+            assert made
+            wrong[-1] += [fqn for fqn, tensor in made.items() if not torch.equal(tensor, found[fqn, "param"].float())]
         if case["script"] and rank == 0:
             whole = get_fp32_state_dict_from_zero_checkpoint(case["path"])
             masters = {fqn: tensor for (fqn, role), tensor in reference.items() if role in ("param", "master")}

@@ -22,10 +22,23 @@ AFTER = 10
 
 def _job(kind: str, seed: int, start: dict[str, Any] | None, options: dict[str, Any]) -> Job:
     if kind == "megatron":
+        from megatron.core import parallel_state
+
         from tests.harness import megatron_models
 
-        megatron_models.start(**(start or {}))
-    return Job(kind, seed=seed, **options)
+        if not parallel_state.model_parallel_is_initialized():
+            megatron_models.start(**(start or {}))
+    return Parallel(seed, **options) if kind == "parallel" else Job(kind, seed=seed, **options)
+
+
+class Parallel(Job):
+    """An engine of DeepSpeed with tensor, pipeline or expert parallelism."""
+
+    def __init__(self, seed: int, layout: dict[str, Any]) -> None:
+        from tests.harness.parallel_engines import build
+
+        made = build(layout, seed=seed)
+        self.engine, self._train = made.saved, lambda steps, start: made.train(steps, start=start)
 
 
 def train_and_die(
@@ -48,6 +61,8 @@ def train_and_die(
         job.train(1, step)
         keeper.step()
     keeper.flush()
+    if keeper._handle is not None:  # the test says which full save is the last
+        keeper._handle.durable.wait(60)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -127,7 +142,7 @@ def come_back(
     at_kill, objects = held(other.adapter), repr(other.adapter.describe().objects)
     expected = other.train(after, steps)
     end = held(other.adapter)
-    job = Job(kind, seed=7, **options)
+    job = _job(kind, 7, start, options)
     report = ckpt.load(job.engine, root, extra={"mark": 0})
     found = {
         "step": report.step,
@@ -140,4 +155,54 @@ def come_back(
     }
     found["losses"] = job.train(after, steps) == expected
     found["end"] = same(end, held(job.adapter))
+    return found
+
+
+def elsewhere(
+    rank: int,
+    world: int,
+    *,
+    root: str,
+    kind: str,
+    steps: int,
+    start: dict[str, Any] | None = None,
+    **options: Any,
+) -> dict[str, Any]:
+    """Replay in another layout; compare with a checkpoint that was saved behind the same step."""
+    job = _job(kind, 7, start, options)
+    report = ckpt.load(job.engine, root, extra={"mark": 0}, cast=True)
+    replayed = held(job.adapter)
+    ckpt.load(job.engine, f"{root}/whole", extra={"mark": 0}, cast=True)
+    return {
+        "step": report.step,
+        "replayed": report.replayed,
+        "exact": report.exact,
+        "deviation": report.deviation,
+        "notes": list(report.notes),
+        "same": same(held(job.adapter), replayed),
+        "tensors": len(replayed),
+    }
+
+
+def train_and_save(
+    rank: int,
+    world: int,
+    *,
+    root: str,
+    kind: str,
+    steps: int,
+    full_every: int,
+    start: dict[str, Any] | None = None,
+    log: dict[str, Any] | None = None,
+    **options: Any,
+) -> dict[str, Any]:
+    """Train with a log, and save the end in full elsewhere; return what was logged, in bytes."""
+    job = _job(kind, 0, start, options)
+    with ckpt.Checkpointer(job.engine, root, full_every=full_every, extra={"mark": 1}, **(log or {})) as keeper:
+        for step in range(steps):
+            job.train(1, step)
+            keeper.step()
+        keeper.flush()
+        found = {"payload": keeper.log_payload, "written": keeper.log_written}
+    ckpt.save(job.engine, f"{root}/whole", step=steps, extra={"mark": 1})
     return found

@@ -65,6 +65,7 @@ def test_one_json_document_says_what_was_done(root: Path, tmp_path: Path) -> Non
     assert first == {
         "source": str(root), "destination": str(tmp_path / "to"), "steps": [1], "present": [],
         "packs_copied": 2, "packs_present": 0, "bytes_copied": first["bytes_copied"], "bytes_present": 0,
+        "logs": [], "log_files_copied": 0, "log_files_present": 0, "log_bytes_copied": 0, "log_bytes_present": 0,
     }  # fmt: skip
     again = json.loads(run("cp", root, tmp_path / "to", "--step", "1", "--json"))
     assert (again["steps"], again["present"], again["bytes_copied"]) == ([], [1], 0)

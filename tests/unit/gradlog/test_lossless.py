@@ -68,6 +68,13 @@ def test_zeros_cost_two_bytes(zeros) -> None:
     assert check(torch.zeros(zeros)).itemsize == 2
 
 
+@pytest.mark.parametrize("dtype", HALF.values(), ids=HALF)
+def test_the_largest_element_need_not_be_in_the_sample(dtype) -> None:
+    half = torch.randn(10_000, generator=torch.Generator().manual_seed(8)).mul_(1e-3).to(dtype)
+    half[4321] = 900.0
+    assert check(half.float() * 0.011).itemsize == 2
+
+
 def test_few_rows_of_a_large_embedding() -> None:
     grad = torch.zeros(1_000_000)
     grad[123_456:123_520] = torch.randn(64, generator=torch.Generator().manual_seed(5)).to(torch.bfloat16).float() * 0.7
