@@ -82,6 +82,8 @@ def train_and_die_writing(
     job = _job(kind, 0, None, options)
     keeper = ckpt.Checkpointer(job.engine, root, full_every=full_every, extra={"mark": rank})
     store = dist.distributed_c10d._get_default_store()
+    if keeper._handle is not None:  # before the first full save there is nothing to come back to
+        keeper._handle.durable.wait(60)
     for step in range(steps):
         if step == steps - 1 and rank == victim:
             keeper.flush()  # the record to be torn is that of the step to come
