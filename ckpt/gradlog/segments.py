@@ -120,7 +120,7 @@ class SegmentWriter:
                     self._bytes -= sum(one.nbytes for one in group)
                     self.durable = group[-1].step
                     self._changed.notify_all()
-        except Exception as error:
+        except BaseException as error:  # whatever ends this thread: who waits for it must not wait for ever
             log.error("the gradient log of rank %d ends behind step %s: %s", self._rank, self.durable, error)
             with self._changed:
                 self.failed = error

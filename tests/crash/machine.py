@@ -1,8 +1,8 @@
 """A machine that stops at the k-th operation on its disk, and what is left then.
 
-The patched calls are those of ``ckpt.store.local`` and its writer (they call ``os.<name>``; ``pwritev`` is logged as a
-write). After the crash every further call of the dead rank stops as well, clean-up included, as after SIGKILL or a
-power cut of one node.
+The patched calls are those of ``ckpt.store.local``, its writer and its appender (they call ``os.<name>``; ``pwritev``
+and ``writev`` are logged as writes). After the crash every further call of the dead rank stops as well, clean-up
+included, as after SIGKILL or a power cut of one node.
 """
 
 from __future__ import annotations
@@ -10,14 +10,17 @@ from __future__ import annotations
 import os
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-CHANGING = ("pwritev", "fsync", "link", "rename", "replace", "mkdir", "unlink", "rmdir", "open", "close")
+CHANGING = (
+    "pwritev", "writev", "fsync", "fdatasync", "link", "rename", "replace", "mkdir", "unlink", "rmdir", "open", "close",
+)  # fmt: skip
+WRITES = ("pwritev", "writev")
 
 
 class Crash(BaseException):
@@ -54,7 +57,10 @@ class Machine:
     @contextmanager
     def on(self) -> Iterator[Machine]:
         system = _Os(self)
-        with mock.patch("ckpt.store.local.os", system), mock.patch("ckpt.store.local_writer.os", system):
+        files = ("local", "local_writer", "local_appender")
+        with ExitStack() as patches:
+            for name in files:
+                patches.enter_context(mock.patch(f"ckpt.store.{name}.os", system))
             yield self
 
 
@@ -75,12 +81,13 @@ def _counted(machine: Machine, name: str, real: Any) -> Any:
             return real(*args, **options)
         machine.check()
         machine.count += 1
-        machine.log.append("write" if name == "pwritev" else name)
+        machine.log.append("write" if name in WRITES else name)
         if machine.count != machine.at:
             return real(*args, **options)
         machine.dead, machine.died_at = True, time.monotonic()
-        if name == "pwritev" and machine.torn:
-            real(args[0], [args[1][0][: len(args[1][0]) // 2]], args[2])
+        if name in WRITES and machine.torn:
+            whole = b"".join(map(bytes, args[1]))
+            real(args[0], [whole[: len(whole) // 2]], *args[2:])
         elif machine.after:
             real(*args, **options)
         raise Crash
