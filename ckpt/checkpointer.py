@@ -235,12 +235,11 @@ class Checkpointer:
         comm, adapter = self._comm, self._adapter
         with comm.joint("log", self._timeout):
             found = msgspec.json.decode(comm.on_root("log", head), type=LogHead)
-            state = comm.run("describe", self._adapter.describe)
             self._log = GradientLog(
                 comm,
                 self._store,
                 adapter,
-                state,
+                self._adapter.describe,
                 found,
                 flush_every=self._flush_every,
                 budget=self._log_budget,

@@ -134,6 +134,9 @@ class ReplayableAdapter(Protocol):
             UnsupportedLayout: as ``describe``.
         """
 
+    def modules(self) -> list[torch.nn.Module]:
+        """Return all modules of the user's that this rank runs; their buffers may be replaced while it trains."""
+
     def counters(self) -> dict[str, Any]:
         """Return what of :attr:`EngineState.objects` changes from step to step, without the optimizer's groups."""
 

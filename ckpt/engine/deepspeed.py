@@ -147,6 +147,10 @@ class DeepSpeedAdapter:
         inner = inner_optimizer(self._engine.optimizer)
         return [] if inner is None else stepped_of(inner, partitions)
 
+    def modules(self) -> list[torch.nn.Module]:
+        """Return the user's module."""
+        return [self.module()]
+
     def counters(self) -> dict[str, Any]:
         """Return counters, scheduler and loss scaler as they are now."""
         return capture_counters(self._engine, self._named()[0])

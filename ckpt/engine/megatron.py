@@ -152,6 +152,10 @@ class MegatronAdapter:
             first = last
         return found
 
+    def modules(self) -> list[torch.nn.Module]:
+        """Return all model chunks."""
+        return list(self._chunks)
+
     def counters(self) -> dict[str, Any]:
         """Return scheduler, loss scaler, modules' extra state and generators as they are now."""
         if self._found is None or self._found.extras:  # extra state is looked up with all the names

@@ -128,6 +128,10 @@ class TorchAdapter:
         found = zip(self._parts.optimizers, layout.partitions, strict=True)
         return [one for optimizer, partitions in found for one in _stepped(optimizer, partitions)]
 
+    def modules(self) -> list[torch.nn.Module]:
+        """Return the modules of all stages."""
+        return [part.module for part in self._parts.models]
+
     def counters(self) -> dict[str, Any]:
         """Return schedulers, gradient scaler and extra state as they are now."""
         if self._layout is None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ckpt.engine.base import dtype_name
+from ckpt.errors import ConfigError
 from ckpt.gradlog.lossless import Keeper, Kept
 from ckpt.gradlog.record import Options, options_document
 from ckpt.gradlog.share import check_gradient
@@ -79,12 +80,14 @@ class Capture:
         steps, self.steps = self.steps, []
         return steps
 
-    def _hook(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def _hook(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.paused or self.failed is not None:
             return
         try:
             with torch.no_grad():
-                self._take(optimizer)
+                check_plain(optimizer, args, kwargs)
+                if not _is_skipped(optimizer):
+                    self._take(optimizer)
         except Exception as error:  # told by whoever ends the step; the training must not die of its log
             self.failed = error
 
@@ -137,6 +140,27 @@ class Capture:
         if kept.data.device.type != "cpu":
             kept = type(kept)(kept.data.cpu(), kept.scale)
         step.taken.append(Taken(tuple(entries), wide, kept))
+
+
+def check_plain(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Check that the gradient is what the step will use.
+
+    Raises:
+        ConfigError: it is computed, or unscaled, inside of the step.
+    """
+    if len(args) > 1 or kwargs.get("closure") is not None:  # the first argument is the optimizer
+        raise ConfigError("optimizer.step(closure) computes the gradient inside of the step, where no hook sees it")
+    if getattr(optimizer, "grad_scale", None) is not None:
+        raise ConfigError(
+            "a fused optimizer unscales the gradient inside of its step: call scaler.unscale_(optimizer) before "
+            "scaler.step(optimizer)"
+        )
+
+
+def _is_skipped(optimizer: torch.optim.Optimizer) -> bool:
+    """Will a fused optimizer find that the gradient has overflowed, and leave everything as it is?"""
+    found = getattr(optimizer, "found_inf", None)
+    return isinstance(found, torch.Tensor) and bool(found.item())
 
 
 def options_of(optimizers: Sequence[torch.optim.Optimizer]) -> tuple[Options, ...]:

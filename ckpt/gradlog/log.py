@@ -36,7 +36,7 @@ from ckpt.gradlog.record import (
 from ckpt.gradlog.segments import SegmentWriter
 from ckpt.gradlog.share import flat_of, share
 from ckpt.gradlog.supported import kernel_of, refuse_unsupported
-from ckpt.gradlog.watch import Watch
+from ckpt.gradlog.watch import Buffers, Watch
 from ckpt.layout.spec import BUFFER, PARAM
 from ckpt.repo.lineage import LogHead, begin_log, log_key
 from ckpt.repo.log_files import RANK_HEAD, rank_prefix
@@ -45,7 +45,7 @@ from ckpt.runtime.publish import now
 from ckpt.runtime.staging import tensor_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from ckpt.engine.base import EngineState, LiveShard, ReplayableAdapter, Stepped
     from ckpt.format.digest import Buffer
@@ -71,6 +71,7 @@ class GradientLog:
         comm: all ranks.
         store: the repository's.
         adapter: of the engine.
+        describe: the adapter's.
         head: where the log begins: ``start``, and ``attempt`` or ``follows``.
         flush_every: records that are made durable together, at least 1.
         budget: bytes of records that may wait to be stored.
@@ -86,19 +87,21 @@ class GradientLog:
         comm: Comm,
         store: Store,
         adapter: ReplayableAdapter,
-        state: EngineState,
+        describe: Callable[[], EngineState],
         head: LogHead,
         *,
         flush_every: int = 1,
         budget: int = 256 << 20,
         codec: str = "none",
     ) -> None:
-        self.rank, self._adapter, self._codec = comm.rank, adapter, codec
+        self.rank, self._adapter, self._codec, self._describe = comm.rank, adapter, codec, describe
+        state = comm.run("describe", describe)
         stepped = comm.run("stepped", lambda: refuse_unsupported(adapter.stepped()))
         own = share(comm, stepped)
         encoded = comm.on_root("log", lambda: msgspec.json.encode(begin_log(store, head)))
         self.head = msgspec.json.decode(encoded, type=LogHead)
         self.key = log_key(self.head.number)
+        self._stepped, self._buffers = stepped, Buffers(adapter.modules())
         self._watch = Watch(own, loose_of(state, stepped))
         self._capture = Capture(own, self._watch.check)
         self._samples = _positions(own)
@@ -129,6 +132,8 @@ class GradientLog:
         steps = self._capture.drain()
         trouble = self._trouble(step, steps)
         if trouble is None:
+            if self._buffers.replaced():
+                self._watch.watch_instead(loose_of(self._describe(), self._stepped))
             changed = self._watch.loose()  # may find that too much has changed
             before, digest = self._watch.changed, ""
             if not steps:

@@ -56,6 +56,23 @@ def fingerprint(tensor: torch.Tensor) -> bytes:
     return sums.cpu().numpy().tobytes()
 
 
+class Buffers:
+    """Which tensors are a job's buffers: a module may put a new one in the place of the old in every forward."""
+
+    def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
+        self._tables = [child._buffers for module in modules for child in module.modules()]
+        self._seen = [dict(table) for table in self._tables]
+
+    def replaced(self) -> bool:
+        """Has any been replaced, added or removed since the last call?"""
+        changed = False
+        for i, (table, seen) in enumerate(zip(self._tables, self._seen, strict=True)):
+            if len(table) != len(seen) or any(seen.get(name) is not tensor for name, tensor in table.items()):
+                self._seen[i] = dict(table)
+                changed = True
+        return changed
+
+
 class Watch:
     """What this rank's optimizers step, and what nobody steps.
 
@@ -67,7 +84,7 @@ class Watch:
     def __init__(self, own: Sequence[Own], loose: Sequence[LiveShard]) -> None:
         self._own, self._loose = own, loose
         self._seen: list[bytes] = []
-        self._last = [b""] * len(loose)
+        self._last: dict[object, bytes] = {}
         self.changed: str | None = None
         self.loose()  # first: nothing has changed yet
         self.look()
@@ -88,14 +105,18 @@ class Watch:
                 name = one.entry.members[0]
                 self.changed = self.changed or f"{name!r} was changed by other means than a step of its optimizer"
 
+    def watch_instead(self, loose: Sequence[LiveShard]) -> None:
+        """Look at other tensors from now on: the job has put new ones in the place of the old."""
+        self._loose = loose
+
     def loose(self) -> list[tuple[Loose, torch.Tensor]]:
         """Return copies of the tensors that nobody steps and that have changed since the last call."""
         found = []
         for i, shard in enumerate(self._loose):
+            spec, box = shard.spec, shard.box
             now = fingerprint(shard.tensor)
-            if now != self._last[i]:
-                self._last[i] = now
-                spec, box = shard.spec, shard.box
+            if now != self._last.get((spec.key, box)):
+                self._last[spec.key, box] = now
                 said = Loose(
                     name=f"{spec.role}/{i}",
                     fqn=spec.fqn,

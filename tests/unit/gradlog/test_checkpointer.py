@@ -292,6 +292,94 @@ def test_another_optimizer_is_refused_before_anything_is_touched(tmp_path: Path)
     ckpt.load(loop.engine, tmp_path, replay=False)
 
 
+class Replacing(torch.nn.Module):
+    """A module that puts new buffers in the place of the old ones, and makes one when it first needs it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(6, 3)
+        self.register_buffer("mean", torch.zeros(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x)
+        self.mean = 0.9 * self.mean + 0.1 * y.detach().mean(0)
+        if not hasattr(self, "seen"):
+            self.register_buffer("seen", torch.zeros((), dtype=torch.long))
+        self.seen = self.seen + len(x)
+        return y
+
+
+def test_buffers_that_are_replaced_are_logged(tmp_path: Path) -> None:
+    def made(seed: int) -> Loop:
+        loop = Loop(seed)
+        torch.manual_seed(seed)
+        loop.model = torch.nn.Sequential(Replacing())
+        loop.model(torch.zeros(1, 6))  # `seen` is there when the log begins, and when it is loaded
+        loop.optimizer = torch.optim.AdamW(loop.model.parameters(), lr=1e-2)
+        loop.scheduler = torch.optim.lr_scheduler.StepLR(loop.optimizer, 3, 0.5)
+        return loop
+
+    loop = made(0)
+    with ckpt.Checkpointer(loop.engine, tmp_path, full_every=100) as keeper:
+        loop.train(4, 0, keeper)
+    again = made(9)
+    report = ckpt.load(again.engine, tmp_path)
+    assert (report.step, report.exact) == (4, True)
+    assert int(again.model[0].seen) == 21
+    assert equal(again.state(), loop.state())
+
+
+def test_a_gradient_that_is_computed_inside_of_the_step_ends_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    loop = Loop()
+
+    def closure() -> Any:
+        loop.optimizer.zero_grad()
+        loss = loop.model(torch.ones(5, 6)).square().mean()
+        loss.backward()
+        return loss
+
+    with ckpt.Checkpointer(loop.engine, tmp_path, full_every=100) as keeper:
+        loop.train(2, 0, keeper)
+        loop.optimizer.step(closure)
+        keeper.step()
+        assert "step(closure) computes the gradient inside" in caplog.text
+        assert keeper.last_full == 3
+    again, report = loaded(tmp_path)
+    assert report.step == 3
+    assert again.model[0].weight.equal(loop.model[0].weight)
+
+
+def test_a_fused_optimizer_that_unscales_by_itself(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def run(unscale: bool, root: Path) -> tuple[Loop, Any]:
+        loop = Loop(fused=True)
+        scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2)
+        with ckpt.Checkpointer((loop.model, loop.optimizer, scaler), root, full_every=100) as keeper:
+            for step in range(5):
+                torch.manual_seed(step)
+                loop.optimizer.zero_grad()
+                loss = loop.model(torch.randn(5, 6)).square().mean() * (float("inf") if step == 2 else 1.0)
+                scaler.scale(loss).backward()
+                if unscale:
+                    scaler.unscale_(loop.optimizer)
+                scaler.step(loop.optimizer)
+                scaler.update()
+                keeper.step()
+        return loop, scaler
+
+    for unscale in (True, False):
+        root = tmp_path / str(unscale)
+        loop, scaler = run(unscale, root)
+        again, other = Loop(seed=9, fused=True), torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2)
+        report = ckpt.load((again.model, again.optimizer, other), root)
+        assert report.step == 5
+        assert report.exact is (True if unscale else None)
+        assert equal(again.state(), loop.state())
+        assert other.state_dict() == scaler.state_dict()
+        assert ("call scaler.unscale_(optimizer) before" in caplog.text) is not unscale
+
+
 def cut(path: Path, nbytes: int) -> None:
     path.write_bytes(path.read_bytes()[:-nbytes])
 
