@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import ckpt
+from ckpt.checkpointer import _Costs
 from ckpt.errors import CkptError, ConfigError, ReplayError
 from ckpt.format.frames import HEADER
 
@@ -495,3 +496,39 @@ def test_a_full_disk_ends_the_log_and_not_the_training(tmp_path: Path, caplog: p
     assert report.step == 6
     assert equal(again.state(), loop.state())
     assert "ends behind step" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("step", "cost", "mtbf", "every"),
+    [(0.5, 2.0, 86_400.0, 1662), (0.5, 8.0, 86_400.0, 3325), (1.0, 2.0, 86_400.0, 831), (0.5, 2.0, 3_600.0, 339)],
+)
+def test_full_saves_are_as_far_apart_as_loses_the_least_time(
+    step: float, cost: float, mtbf: float, every: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """F = sqrt(2 C / (rate x T x r)), with a replayed step r of half a step."""
+    now = 0.0
+    monkeypatch.setattr("ckpt.checkpointer.time.monotonic", lambda: now)
+    costs = _Costs()
+    for _ in range(40):
+        costs.step(saving=False)
+        now += step
+    assert costs.best(mtbf, 77) > 0
+    for _ in range(4):  # beside a full save steps take longer
+        now += cost / 4
+        costs.step(saving=True)
+        now += step
+    assert costs.best(mtbf, 77) == every
+    assert _Costs().best(mtbf, 77) == 77  # nothing is measured yet
+
+
+def test_an_interval_that_is_chosen(tmp_path: Path) -> None:
+    loop = Loop()
+    with ckpt.Checkpointer(loop.engine, tmp_path, mtbf=1e-3, keep=None) as keeper:
+        assert keeper.full_every == 100
+        loop.train(120, 0, keeper)
+        assert keeper.full_every == 10
+        loop.train(12, 120, keeper)
+    assert ckpt.steps(tmp_path)[:3] == [0, 100, 110]
+    again, report = loaded(tmp_path)
+    assert report.step == 132
+    assert equal(again.state(), loop.state())
