@@ -53,7 +53,7 @@ def commit_row(body: CommitBody, reach: Reach | None = None) -> dict[str, Any]:
         "created": body.created,
         "engine": body.engine,
         "world": body.world,
-        "log": body.log,
+        "log": body.log or None,  # 0: of a checkpointer that keeps none
         "leads_to": None if reach is None else reach.step,
         **body.totals,
     }

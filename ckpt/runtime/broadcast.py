@@ -135,8 +135,10 @@ class Transfer:
             # One for each way in: what was read ahead leaves late, and must not keep back the end of what came.
             work += [(self._see_off_all, self._reads), (self._see_off_all, self._comes)]
         self._listening = any(route.near or route.mates for route in routes)
+        if self._sharing is not None:
+            # Also by a rank that has no part in this round: it must know the number of the next one as the others do.
+            self._sharing.round += 1
         if self._listening:
-            self._shared.round += 1
             work += [(self._listen,), *[(self._take_all,)] * min(TAKERS, len(self._near))]
         return [threading.Thread(target=call, args=args, daemon=True) for call, *args in work]
 

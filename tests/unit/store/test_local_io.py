@@ -6,6 +6,7 @@ import errno
 import fcntl
 import os
 import threading
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -191,8 +192,16 @@ def test_several_threads_read_one_file(store, memory):
     assert np.array_equal(target, memory)
 
 
+def open_below(folder: str) -> list[str]:
+    """Return the files in a folder that this process has open."""
+    found = []
+    for fd in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            found.append(os.readlink(f"/proc/self/fd/{fd}"))
+    return [path for path in found if path.startswith(f"{folder}/")]
+
+
 def test_a_file_that_was_replaced_is_read_anew_and_none_stays_open(store):
-    before = os.listdir("/proc/self/fd")
     target = bytearray(3)
     for data in (b"one", b"two"):
         store.put("k", data, overwrite=True)
@@ -202,7 +211,7 @@ def test_a_file_that_was_replaced_is_read_anew_and_none_stays_open(store):
     store.put("k", b"six")
     store.read_into("k", 0, memoryview(target))
     assert target == b"six"
-    assert os.listdir("/proc/self/fd") == before
+    assert not open_below(store.root)  # not all that is open: other tests may have left what is closed meanwhile
 
 
 def test_in_memory_no_byte_goes_directly(memory, monkeypatch):
