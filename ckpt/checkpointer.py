@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import threading
 import time
 from dataclasses import replace
@@ -40,6 +41,7 @@ NO_LOG = 0
 """What a full save says that no log passes through: that it is a checkpointer's, which may remove it again."""
 LOOK_EVERY = 8
 """Steps between two looks at whether the log of any rank has ended."""
+MOST_DOUBLINGS = 10
 FEWEST, MOST = 10, 100_000
 """Steps between full saves that ``auto`` chooses among."""
 FIRST_EVERY = 100
@@ -116,6 +118,9 @@ class Checkpointer:
         self.last_report: SaveReport | None = None
         self._log: GradientLog | None = None
         self._costs = _Costs()
+        self._ended = self._not_before = 0
+        self._pid = os.getpid()
+        self._agree(full_every=full_every, gradients=gradients, keep=keep, resume=resume, mtbf=mtbf)
         self.resumed: LoadReport | None = self._resume(load_options or {}) if resume else None
         self.number = self._adapter.step() if self.resumed is None else self.resumed.step
         """steps taken, of this job and of those that it continues"""
@@ -139,7 +144,7 @@ class Checkpointer:
         if self._log is not None:
             self._log.end_step(number, self._extra)
         self._look_at_save()
-        if number - self.last_full >= self.full_every or self._log_ended(number):
+        if number - self.last_full >= self.full_every or (number >= self._not_before and self._log_ended(number)):
             self._full(number)
 
     def save(self) -> SaveHandle:
@@ -170,6 +175,8 @@ class Checkpointer:
 
     def close(self) -> None:
         """Make everything durable and end the log. Not collective; the engine may be used and saved afterwards."""
+        if os.getpid() != self._pid:  # a forked child has the object, and none of its threads
+            return
         if self._log is not None:
             self._log.close()
             self._log = None
@@ -186,6 +193,16 @@ class Checkpointer:
         self.close()
 
     # -- beginning ----------------------------------------------------------------------------------------------------
+
+    def _agree(self, **said: object) -> None:
+        """Check that all ranks save and log alike; else they would wait for each other at different steps."""
+        mine = ", ".join(f"{name}={value}" for name, value in said.items())
+        with self._comm.joint("checkpointer", self._timeout):
+            told = [data.decode() for data in self._comm.gather("checkpointer", mine.encode)]
+            if len(set(told)) > 1:
+                sides = {text: [rank for rank, one in enumerate(told) if one == text] for text in told}
+                lines = "; ".join(f"{text} on rank(s) {', '.join(map(str, r[:8]))}" for text, r in sides.items())
+                raise ConfigError(f"ranks disagree on the arguments of ckpt.Checkpointer: {lines}")
 
     def _resume(self, options: Mapping[str, Any]) -> LoadReport | None:
         def work() -> bytes:
@@ -253,6 +270,9 @@ class Checkpointer:
         if fresh is None:
             fresh = self._gradients and self._any_broken()
         if fresh:
+            # What ends one log after the other (two optimizer steps a call) must not cost a full save in each step.
+            self._not_before = number + LOOK_EVERY * 2 ** min(self._ended, MOST_DOUBLINGS)
+            self._ended += 1
             if self._log is not None:
                 self._log.close()
             self._begin_log(lambda: msgspec.json.encode(new_head(number, self._comm.world)))

@@ -80,6 +80,7 @@ def load(
             report's ``extra``, and may be left out; objects that were saved may not. What is named must be there.
         strict: raise if checkpoint and engine do not hold the same state; else go on and report the difference. Never
             covers a scheduler, loss scaler or gradient scaler that only one side has: that is a note in the report.
+            Also whether a replayed step has to come out as it was, where the same code repeats it in the same layout.
         fallback: if the newest checkpoint is damaged, take the newest one before it that is whole, and say so. The
             damaged steps stay: a job that comes to them again saves with ``overwrite=True``.
         cast: convert tensors whose dtype differs, and list them; otherwise that is an error.
@@ -100,8 +101,8 @@ def load(
             ``cast``).
         LayoutError: a tensor of another shape, groups that do not tile the world, rules that fit nothing, or (with
             ``strict``) optimizer groups that were cut differently.
-        ReplayError: the gradient log has a gap, is damaged (``fallback``: its sound beginning is replayed), or was made
-            by another optimizer.
+        ReplayError: the gradient log has a gap, is damaged (``fallback``: its sound beginning is replayed), was made
+            by another optimizer, has steps of what is frozen here, or (``strict``) a step does not come out as it was.
         IntegrityError, FormatError: damage, named by tensor and file; :class:`RankFailure` if only some ranks met it
             (``once``: the error of the rank that was to read it, on all).
 
@@ -298,7 +299,9 @@ class _Load:
             ready.source, index.parts, index.root.world, self.comm.rank, self.comm.world, self.extra, self.strict
         )
         if way.stretches:
-            ready.replays = Replays(self.store, self.adapter, way, state, self.comm.rank, self.comm.world)
+            ready.replays = Replays(
+                self.store, self.adapter, way, state, self.comm.rank, self.comm.world, strict=self.strict
+            )
         return msgspec.msgpack.encode(self._with_objects(plan.difference, ready.saved))
 
     def _with_objects(self, tensors: Difference, saved: Saved) -> Difference:

@@ -9,7 +9,7 @@ import msgspec
 
 from ckpt.errors import ReplayError
 from ckpt.repo.lineage import Way, read_head, ways_to
-from ckpt.repo.log_files import Scan, ranks_of, scan
+from ckpt.repo.log_files import Scan, files_of, ranks_of, scan
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -107,7 +107,11 @@ def _ended(comm: Comm, store: Store, way: _Way) -> Recovery:
         notes += [one.trouble for one in scans if one.trouble and one.last == last]
         if last >= span.first:
             stretches.append(Stretch(span.number, span.first, last, span.world))
-        if span.last is None or last < span.last:
+        if span.last is None:
+            break
+        if last < span.last:  # another log goes on from where this one should have come to
+            if not notes:
+                notes.append(f"log {span.number} ends behind step {last}, and what follows it begins at {span.last}")
             break
     return Recovery(way.step, tuple(stretches), tuple(notes))
 
@@ -116,7 +120,11 @@ def _scans(comm: Comm, store: Store, span: _Span) -> Sequence[Scan]:
     def work() -> bytes:
         there = ranks_of(store, span.number)
         if len(there) < span.world:  # some rank has nothing, which is how far all have come
-            return msgspec.msgpack.encode([Scan(comm.rank, span.first, span.first - 1)])
+            trouble = ""
+            if any(files_of(store, span.number, rank) for rank in there):  # all have begun before any has a record
+                gone = sorted(set(range(span.world)) - there)
+                trouble = f"log {span.number}: what rank(s) {', '.join(map(str, gone[:8]))} had logged is not there"
+            return msgspec.msgpack.encode([Scan(comm.rank, span.first, span.first - 1, trouble)])
         mine = range(comm.rank, span.world, comm.world)
         return msgspec.msgpack.encode([scan(store, span.number, rank, span.first, span.last) for rank in mine])
 

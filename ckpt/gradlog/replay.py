@@ -25,7 +25,7 @@ from ckpt.layout.box import Box
 from ckpt.runtime.objects import decode_object
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from ckpt.engine.base import LiveShard, Stepped
     from ckpt.gradlog.mapping import Target
@@ -79,6 +79,8 @@ class Replay:
         stepped: Sequence[Stepped],
         loose: Sequence[LiveShard],
         log_world: int,
+        *,
+        strict: bool = True,
     ) -> None:
         self.store, self.number, self.rank = store, number, rank
         self._stepped, self._loose = stepped, loose
@@ -100,6 +102,25 @@ class Replay:
         ]
         self._groups = self._match_groups()
         self.notes = self._kernel_notes()
+        self._strict = strict and not self.notes  # the same code has to come to the same bits
+
+    def check_stepped(self, held: Collection[str]) -> None:
+        """Check that whatever was stepped in the log, and is held here, is stepped here too.
+
+        Args:
+            held: FQNs of this rank's parameters.
+
+        Raises:
+            ReplayError: some of it is frozen now, or in no optimizer; it would stay as it was in the checkpoint.
+        """
+        logged = {part.fqn for head in self._heads.values() for entry in head.entries for part in entry.parts}
+        left = sorted((logged & set(held)) - {fqn for one in self._stepped for fqn in one.members})
+        if left:
+            shown = ", ".join(left[:4]) + (f" and {len(left) - 4} more" if len(left) > 4 else "")
+            raise ReplayError(
+                f"log {self.number} has steps of {shown}, which no optimizer of this engine steps (frozen here?); "
+                f"replay=False loads the checkpoint before it"
+            )
 
     def run(self, first: int, last: int, beat: Callable[[], None]) -> Outcome:
         """Repeat steps ``first`` to ``last``.
@@ -117,6 +138,7 @@ class Replay:
             self._step(step, read, outcome)
             self._put_loose(read)
             self._collect(record, tensors, outcome)
+            self._compare(step, record, outcome)
             beat()
         outcome.bytes_read = sum(reader.bytes_read for reader in readers.values())
         if record is not None:
@@ -229,7 +251,7 @@ class Replay:
                     f"replay=False loads the checkpoint before it"
                 )
             if mine != theirs:
-                notes.append(f"the log's steps were made with {theirs['options']}, here with {mine['options']}")
+                notes.append(f"the log's steps were made with {theirs.get('options')}, here with {mine['options']}")
         here_are, of_deepspeed = software(), any("deepspeed" in one["class"] for one in here)
         for name in ("torch", "device", *(["deepspeed"] if of_deepspeed else [])):
             was, now = saved.software.get(name), here_are.get(name)
@@ -252,12 +274,22 @@ class Replay:
             where = f"{tensors.where}: object {one.name!r}"
             outcome.kinds[one.kind, one.name] = decode_object(one.document.encode(), inner, where)
 
+    def _compare(self, step: int, record: Record, outcome: Outcome) -> None:
+        """See whether a step came out as it was, bit for bit, where the log can say it."""
+        if not self._same:
+            return
+        running = Running()
+        for one in self._stepped:
+            running.add(state_of(one, held_runs(one)))
+        outcome.exact = from_raw(running.raw()) == record.digest
+        if not outcome.exact and self._strict:
+            raise ReplayError(
+                f"log {self.number}: step {step}, repeated, is not what it was: something has changed what the "
+                f"optimizers step, or their state, that the log does not explain. step={step - 1} is as far as it "
+                f"explains everything; strict=False goes on with what comes out"
+            )
+
     def _judge(self, last: int, record: Record, outcome: Outcome) -> None:
-        if self._same:
-            running = Running()
-            for one in self._stepped:
-                running.add(state_of(one, held_runs(one)))
-            outcome.exact = from_raw(running.raw()) == record.digest
         outcome.deviation = self._deviation(record)
         if outcome.exact is False:
             outcome.notes.append(

@@ -10,6 +10,7 @@ from ckpt.engine.base import ReplayableAdapter
 from ckpt.errors import ReplayError
 from ckpt.gradlog.log import loose_of
 from ckpt.gradlog.replay import Outcome, Replay, update_group
+from ckpt.layout.spec import PARAM
 from ckpt.runtime.extras import ENGINE, EXTRA, RNG, VALUE
 
 if TYPE_CHECKING:
@@ -30,21 +31,36 @@ class Replays:
         way: what to replay.
         state: what is loaded on this rank.
         rank, world: of this process.
+        strict: a step that does not come out as it was is an error, where the same code repeats it.
 
     Raises:
         ReplayError: the engine cannot repeat steps, or the log is not of what it steps.
         IntegrityError, FormatError: damage.
     """
 
-    def __init__(self, store: Store, adapter: object, way: Recovery, state: EngineState, rank: int, world: int) -> None:
+    def __init__(
+        self,
+        store: Store,
+        adapter: object,
+        way: Recovery,
+        state: EngineState,
+        rank: int,
+        world: int,
+        *,
+        strict: bool = True,
+    ) -> None:
         if not isinstance(adapter, ReplayableAdapter):
             raise ReplayError(f"steps cannot be replayed with an adapter of {type(adapter).__name__}; replay=False")
         self._adapter, self._way, self._rank = adapter, way, rank
         self._stepped = adapter.stepped()
         loose = loose_of(state, self._stepped)
+        held = {shard.spec.fqn for shard in state.shards if shard.spec.role == PARAM}
         self._replays = [
-            Replay(store, one.number, rank, world, self._stepped, loose, one.world) for one in way.stretches
+            Replay(store, one.number, rank, world, self._stepped, loose, one.world, strict=strict)
+            for one in way.stretches
         ]
+        for replay in self._replays:
+            replay.check_stepped(held)
 
     def run(self, saved: Saved, beat: Callable[[], None]) -> Outcome:
         """Repeat the steps on the engine, whose load of the checkpoint is finished. A collective of the engine's.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from ckpt.repo.gc import collect
 from ckpt.repo.lineage import commits_of, heads_of, log_key, ways
 from ckpt.repo.log_files import files_of
-from ckpt.repo.repository import commit_key
+from ckpt.repo.repository import attempt_prefix, commit_key
 
 if TYPE_CHECKING:
     from ckpt.store.base import Store
@@ -39,7 +39,7 @@ def retire(store: Store, keep: int) -> list[int]:
         first = [way.spans[0].number for way in found if way.step in kept]
         first += [log for step in kept if step in own and (log := own[step].log)]
         _forget_logs(store, min(first, default=0), min(kept))
-        collect(store)
+        collect(store, ended={attempt_prefix(step, commits[step].attempt) for step in old})
     return old
 
 

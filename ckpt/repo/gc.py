@@ -25,7 +25,7 @@ from ckpt.repo.repository import MARKER, Repository, attempt_marker, commit_key,
 from ckpt.store.base import HasFolders, HasOrphans
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Collection, Iterable
 
     from ckpt.store.base import ObjectInfo, Orphan, Store
 
@@ -78,7 +78,9 @@ class GcReport:
         return sum(one.nbytes for one in self.removed)
 
 
-def collect(store: Store, older_than_s: float = OLDER_THAN, dry_run: bool = False) -> GcReport:
+def collect(
+    store: Store, older_than_s: float = OLDER_THAN, dry_run: bool = False, ended: Collection[str] = ()
+) -> GcReport:
     """Remove garbage from a repository.
 
     Args:
@@ -86,6 +88,7 @@ def collect(store: Store, older_than_s: float = OLDER_THAN, dry_run: bool = Fals
         older_than_s: leave alone what showed a sign of life within these seconds: it may be a save or a copy at work.
             0 takes everything, also what nobody knows the age of: only for a root that nothing else writes to.
         dry_run: find, and remove nothing.
+        ended: folders of attempts that are known to be nobody's any more, whatever their age.
 
     Raises:
         NoSuchCheckpoint: there is no repository here.
@@ -93,7 +96,7 @@ def collect(store: Store, older_than_s: float = OLDER_THAN, dry_run: bool = Fals
             was deleted.
         StoreError: the store refused or failed; garbage that is left is found by the next collection.
     """
-    return _Collection(store, older_than_s, dry_run).run()
+    return _Collection(store, older_than_s, dry_run, ended).run()
 
 
 class References:
@@ -159,8 +162,9 @@ class References:
 class _Collection:
     """One run of :func:`collect`."""
 
-    def __init__(self, store: Store, older_than_s: float, dry_run: bool) -> None:
+    def __init__(self, store: Store, older_than_s: float, dry_run: bool, ended: Collection[str] = ()) -> None:
         self.store, self.older_than, self.report = store, older_than_s, GcReport(dry_run)
+        self.ended = ended
         self.repo = Repository(store)
         self.references = References(self.repo)
 
@@ -209,7 +213,8 @@ class _Collection:
         for folder, infos in attempts.items():
             kind = LEFTOVER if folder in self.references.attempts else ATTEMPT
             age = age_of(self.store, folder, infos)
-            one = Garbage(kind, folder, len(infos), sum(info.nbytes for info in infos), age, self._young(age))
+            kept = "" if folder in self.ended else self._young(age)
+            one = Garbage(kind, folder, len(infos), sum(info.nbytes for info in infos), age, kept)
             found.append((one, infos))
         at_work = any(one.kept and one.kind == ATTEMPT for one, _ in found)
         for one, infos in found:
@@ -231,7 +236,7 @@ class _Collection:
     def _remove_attempt(self, one: Garbage, infos: list[ObjectInfo]) -> None:
         """Remove an attempt's garbage unless somebody began to need it since it was found."""
         self.references.refresh()
-        one.kept = self._young(age_of(self.store, one.key, infos))
+        one.kept = "" if one.key in self.ended else self._young(age_of(self.store, one.key, infos))
         if any(info.key in self.references.keys for info in infos):
             one.kept = "was committed meanwhile"
         if not one.kept:

@@ -123,6 +123,8 @@ def test_full_saves_come_as_asked_and_old_ones_go_with_their_logs(tmp_path: Path
                 assert handle is not None
                 handle.durable.wait(30)
     assert ckpt.steps(tmp_path) == [12, 16]
+    packs = {int(one.parts[-4]) for one in tmp_path.glob("steps/*/*/packs/*")}
+    assert packs <= {0, 12, 16}  # what has not changed since the first full save stays where it is
     assert [int(one.stem) for one in segments(tmp_path)] == [13, 17]
     again, report = loaded(tmp_path)
     assert (report.step, report.base) == (17, 16)
@@ -374,11 +376,72 @@ def test_a_fused_optimizer_that_unscales_by_itself(tmp_path: Path, caplog: pytes
         loop, scaler = run(unscale, root)
         again, other = Loop(seed=9, fused=True), torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2)
         report = ckpt.load((again.model, again.optimizer, other), root)
-        assert report.step == 5
-        assert report.exact is (True if unscale else None)
-        assert equal(again.state(), loop.state())
-        assert other.state_dict() == scaler.state_dict()
+        # Without unscale_ the log ends at once, a full save follows, and the next one would not be told anything else.
+        assert (report.step, report.exact) == ((5, True) if unscale else (1, None))
+        assert not unscale or equal(again.state(), loop.state())
+        assert not unscale or other.state_dict() == scaler.state_dict()
         assert ("call scaler.unscale_(optimizer) before" in caplog.text) is not unscale
+
+
+def test_what_was_stepped_and_is_frozen_now_is_an_error_before_anything_is_touched(tmp_path: Path) -> None:
+    loop = kept(tmp_path, 3)
+    again = Loop(seed=9)
+    again.model[2].bias.requires_grad_(False)
+    before = again.model[0].weight.clone()
+    with pytest.raises(ReplayError, match=r"log 1 has steps of 2\.bias, which no optimizer of this engine steps"):
+        ckpt.load(again.engine, tmp_path, strict=False)
+    assert torch.equal(again.model[0].weight, before)
+    assert ckpt.load(Loop().engine, tmp_path).step == 3
+    assert loop.scheduler.last_epoch == 3
+
+
+def test_weights_that_are_changed_behind_their_step_show_in_the_replay(tmp_path: Path) -> None:
+    loop = Loop()
+    with ckpt.Checkpointer(loop.engine, tmp_path, full_every=100) as keeper:
+        loop.train(2, 0, keeper)
+        before = loop.state()
+        loop.train(1, 2)
+        loop.model[0].weight.data.clamp_(-0.05, 0.05)  # between the step and the call: as if it were the step's
+        keeper.step()
+        loop.train(1, 3, keeper)
+    with pytest.raises(ReplayError, match=r"step 3, repeated, is not what it was: .* step=2 is as far"):
+        loaded(tmp_path)
+    again, report = loaded(tmp_path, step=2)
+    assert report.exact
+    assert equal(again.state(), before)
+    _, report = loaded(tmp_path, strict=False)
+    assert (report.step, report.exact) == (4, False)
+    assert any("with a deviation" in note for note in report.notes)
+
+
+def test_records_of_another_run_do_not_pass(tmp_path: Path) -> None:
+    for name, seed in (("one", 0), ("other", 4)):
+        kept(tmp_path / name, 5, seed)
+    (mine,), (theirs,) = segments(tmp_path / "one"), segments(tmp_path / "other")
+    mine.write_bytes(theirs.read_bytes())
+    with pytest.raises(ReplayError, match="step 1, repeated, is not what it was"):
+        loaded(tmp_path / "one")
+
+
+def test_a_lost_end_between_two_logs_is_named(tmp_path: Path) -> None:
+    kept(tmp_path, 5)
+    second = Loop(seed=3)
+    with ckpt.Checkpointer(second.engine, tmp_path, full_every=100) as keeper:
+        second.train(3, 5, keeper)
+    cut(segments(tmp_path)[0], 1000)
+    with pytest.raises(ReplayError, match="log 1 ends behind step 4, and what follows it begins at 5"):
+        loaded(tmp_path)
+    _, report = loaded(tmp_path, fallback=True)
+    assert (report.step, report.exact) == (4, True)
+
+
+def test_a_loop_that_ends_every_log_does_not_save_in_full_at_every_step(tmp_path: Path) -> None:
+    loop = Loop()
+    with ckpt.Checkpointer(loop.engine, tmp_path, full_every=1000, keep=None) as keeper:
+        for step in range(60):
+            loop.train(1, 2 * step)
+            loop.train(1, 2 * step + 1, keeper)  # two steps a call
+    assert 3 <= len(ckpt.steps(tmp_path)) <= 6
 
 
 def cut(path: Path, nbytes: int) -> None:
