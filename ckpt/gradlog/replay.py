@@ -108,7 +108,7 @@ class Replay:
         """Check that whatever was stepped in the log, and is held here, is stepped here too.
 
         Args:
-            held: FQNs of this rank's parameters.
+            held: FQNs of parameters of this rank that are frozen, or of which nobody knows whether they are.
 
         Raises:
             ReplayError: some of it is frozen now, or in no optimizer; it would stay as it was in the checkpoint.

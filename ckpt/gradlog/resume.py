@@ -54,7 +54,13 @@ class Replays:
         self._adapter, self._way, self._rank = adapter, way, rank
         self._stepped = adapter.stepped()
         loose = loose_of(state, self._stepped)
-        held = {shard.spec.fqn for shard in state.shards if shard.spec.role == PARAM}
+        # Under Megatron's distributed optimizer a rank holds parameters of which others step every element: what is
+        # trained here is stepped by somebody.
+        held = {
+            shard.spec.fqn
+            for shard in state.shards
+            if shard.spec.role == PARAM and (shard.owner is None or not shard.owner.requires_grad)
+        }
         self._replays = [
             Replay(store, one.number, rank, world, self._stepped, loose, one.world, strict=strict)
             for one in way.stretches
