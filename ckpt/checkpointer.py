@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 import threading
 import time
@@ -15,6 +14,7 @@ import msgspec
 from ckpt.engine.base import ReplayableAdapter
 from ckpt.engine.find import adapter_for
 from ckpt.errors import CkptError, ConfigError, NoSuchCheckpoint
+from ckpt.gradlog.costs import Costs
 from ckpt.gradlog.log import GradientLog, checked_codec, new_head
 from ckpt.gradlog.retention import retire
 from ckpt.loading import load
@@ -42,8 +42,6 @@ NO_LOG = 0
 LOOK_EVERY = 8
 """Steps between two looks at whether the log of any rank has ended."""
 MOST_DOUBLINGS = 10
-FEWEST, MOST = 10, 100_000
-"""Steps between full saves that ``auto`` chooses among."""
 FIRST_EVERY = 100
 """Steps to the second full save where nothing is measured yet."""
 MTBF = 24 * 3600.0
@@ -117,7 +115,7 @@ class Checkpointer:
         self._retiring: threading.Thread | None = None
         self.last_report: SaveReport | None = None
         self._log: GradientLog | None = None
-        self._costs = _Costs()
+        self._costs = Costs()
         self._ended = self._not_before = 0
         self._pid = os.getpid()
         self._agree(full_every=full_every, gradients=gradients, keep=keep, resume=resume, mtbf=mtbf)
@@ -363,43 +361,3 @@ def _counted(name: str, value: object) -> int:
     if type(value) is not int or value < 1:
         raise ConfigError(f"{name}={value!r}: expected a whole number from 1 on")
     return value
-
-
-class _Costs:
-    """What saving costs this job, measured on this rank: seconds of a step, of a full save, of a replayed step."""
-
-    def __init__(self) -> None:
-        self._last: float | None = None
-        self._plain: list[float] = []
-        self._beside = 0.0
-        self._beside_steps = 0
-        self._call = 0.0
-
-    def step(self, saving: bool) -> None:
-        """Take note that a step has ended; ``saving``: a full save was under way."""
-        now = time.monotonic()
-        if self._last is not None:
-            if saving:
-                self._beside += now - self._last
-                self._beside_steps += 1
-            else:
-                self._plain = [*self._plain[-63:], now - self._last]
-        self._last = now
-
-    def full(self, seconds: float) -> None:
-        """Take note of a call that began a full save."""
-        self._call = seconds
-
-    def best(self, mtbf: float, before: int) -> int:
-        """Return the steps between full saves that lose the least time: sqrt(2 C / (rate x T x r)).
-
-        C: seconds that a full save costs; T: of a step; r: of a replayed step, taken as half a step; rate: of failures.
-        Without a measurement: as before.
-        """
-        if len(self._plain) < FEWEST:
-            return before
-        step = sorted(self._plain)[len(self._plain) // 2]
-        cost = max(self._call + self._beside - self._beside_steps * step, self._call, 1e-3)
-        self._beside, self._beside_steps = 0.0, 0
-        best = math.sqrt(2 * cost * mtbf / (step * max(0.5 * step, 1e-6)))
-        return min(max(int(best), FEWEST), MOST)

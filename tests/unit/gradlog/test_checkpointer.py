@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import ckpt
-from ckpt.checkpointer import _Costs
 from ckpt.errors import CkptError, ConfigError, ReplayError
 from ckpt.format.frames import HEADER
+from ckpt.gradlog.costs import Costs
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -570,8 +570,8 @@ def test_full_saves_are_as_far_apart_as_loses_the_least_time(
 ) -> None:
     """F = sqrt(2 C / (rate x T x r)), with a replayed step r of half a step."""
     now = 0.0
-    monkeypatch.setattr("ckpt.checkpointer.time.monotonic", lambda: now)
-    costs = _Costs()
+    monkeypatch.setattr("ckpt.gradlog.costs.time.monotonic", lambda: now)
+    costs = Costs()
     for _ in range(40):
         costs.step(saving=False)
         now += step
@@ -581,7 +581,7 @@ def test_full_saves_are_as_far_apart_as_loses_the_least_time(
         costs.step(saving=True)
         now += step
     assert costs.best(mtbf, 77) == every
-    assert _Costs().best(mtbf, 77) == 77  # nothing is measured yet
+    assert Costs().best(mtbf, 77) == 77  # nothing is measured yet
 
 
 def test_an_interval_that_is_chosen(tmp_path: Path) -> None:
