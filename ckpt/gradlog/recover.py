@@ -99,7 +99,7 @@ def _ended(comm: Comm, store: Store, way: _Way) -> Recovery:
     """Ask how far a way goes: ranks share the work of looking, and the least that any rank has counts."""
     stretches: list[Stretch] = []
     notes: list[str] = []
-    for span in way.spans:
+    for i, span in enumerate(way.spans):
         if span.last is not None and span.last < span.first:
             continue
         scans = _scans(comm, store, span)
@@ -110,7 +110,7 @@ def _ended(comm: Comm, store: Store, way: _Way) -> Recovery:
         if span.last is None:
             break
         if last < span.last:  # another log goes on from where this one should have come to
-            if not notes:
+            if not notes and i + 1 < len(way.spans):
                 notes.append(f"log {span.number} ends behind step {last}, and what follows it begins at {span.last}")
             break
     return Recovery(way.step, tuple(stretches), tuple(notes))
