@@ -3,36 +3,21 @@
 from __future__ import annotations
 
 import gc
-import os
-import queue
-import signal
-import sys
-import threading
 from typing import IO
+
+from ckpt.convert.crew import Todo, send, serve
 
 
 def main() -> None:
-    """Do what comes in until nobody sends any more (:func:`_listen`), or something fails."""
+    """Do what comes in until nobody sends any more, or something fails."""
     gc.disable()  # nearly all that importing and opening make stays: looking for garbage there only takes time
-    from ckpt.convert.ours.workers import Message, send
-    from ckpt.errors import to_wire
-
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # on the way out it removes files that are not whole
-    told = os.fdopen(os.dup(0), "rb")
-    says = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # whatever prints must not end up among the messages
-    todo: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-    threading.Thread(target=_listen, args=(told, todo), daemon=True).start()
-    try:
-        _work(todo, says)
-    except Exception as error:
-        send(says, Message(error=to_wire(error)))
+    serve(_work)
 
 
-def _work(todo: queue.SimpleQueue[bytes], says: IO[bytes]) -> None:
+def _work(todo: Todo, says: IO[bytes]) -> None:
     import msgspec
 
-    from ckpt.convert.ours.workers import Message, Work, send
+    from ckpt.convert.ours.workers import Message, Work
     from ckpt.store.open import open_store
 
     work = msgspec.msgpack.decode(todo.get(), type=Work)
@@ -43,15 +28,6 @@ def _work(todo: queue.SimpleQueue[bytes], says: IO[bytes]) -> None:
         task = msgspec.msgpack.decode(todo.get(), type=Message).task
         if task is not None:
             send(says, Message(wrote=writer.run(task, resume=work.resume)))
-
-
-def _listen(told: IO[bytes], todo: queue.SimpleQueue[bytes]) -> None:
-    """Hand on what comes. When the pipe ends, whoever started this is gone, and there is nobody to work for."""
-    from ckpt.convert.ours.workers import receive
-
-    while (data := receive(told)) is not None:
-        todo.put(data)
-    os._exit(1)
 
 
 if __name__ == "__main__":

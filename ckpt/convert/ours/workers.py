@@ -7,45 +7,33 @@ conversion; when this process dies, they end by themselves.
 
 from __future__ import annotations
 
-import os
-import queue
-import subprocess
-import sys
-import threading
-from collections import deque
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
-import ckpt.errors
 from ckpt.convert.assemble import Assembler
+from ckpt.convert.crew import Crew, Said
 from ckpt.convert.meter import Meter
 from ckpt.convert.opened import Opened, WithInline
 from ckpt.convert.ours.packs import PackWriter, Wrote
 from ckpt.convert.ours.plan import assembler_of, shares
 from ckpt.convert.ours.tasks import Task
 from ckpt.convert.torchfile.stored import Gathered, Place
-from ckpt.errors import CkptError, ConfigError, from_wire
+from ckpt.errors import ConfigError
 from ckpt.format.manifest import IndexPart
 from ckpt.layout.spec import TensorSpec
 from ckpt.store.blocks import Blocks
 from ckpt.store.open import address, open_store
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
     from concurrent.futures import Future
 
     from ckpt.convert.ours.plan import Conversion
     from ckpt.store.base import Store
 
 Row = tuple[str, str, str, tuple[int, ...]]
-LENGTH = 8
-"""Bytes of the length in front of each message."""
-MAX_MESSAGE = 1 << 32
-GRACE_SECONDS = 10.0
-"""How long a worker may take to end when it is told to."""
 
 
 class Work(msgspec.Struct, kw_only=True):
@@ -131,30 +119,12 @@ class Work(msgspec.Struct, kw_only=True):
         return PackWriter(store, self.prefix, specs, assembler, Blocks(self.blocks), moved)
 
 
-class Message(msgspec.Struct, kw_only=True, omit_defaults=True):
+class Message(Said, kw_only=True, omit_defaults=True):
     """One message between the processes: to a worker ``task``, from it one of the others."""
 
     task: Task | None = None
     moved: int = 0
     wrote: Wrote | None = None
-    error: dict[str, Any] | None = None
-
-
-def send(pipe: IO[bytes], message: msgspec.Struct) -> None:
-    """Write a message."""
-    data = msgspec.msgpack.encode(message)
-    pipe.write(len(data).to_bytes(LENGTH, "little") + data)
-    pipe.flush()
-
-
-def receive(pipe: IO[bytes]) -> bytes | None:
-    """Read a message; None at the end of the pipe, or in the middle of one that does not come."""
-    head = pipe.read(LENGTH)
-    nbytes = int.from_bytes(head, "little")
-    if len(head) < LENGTH or nbytes > MAX_MESSAGE:
-        return None
-    data = pipe.read(nbytes)
-    return data if len(data) == nbytes else None
 
 
 def run_tasks(made: Conversion, store: Store, prefix: str) -> list[Wrote]:
@@ -172,7 +142,16 @@ def run_tasks(made: Conversion, store: Store, prefix: str) -> list[Wrote]:
     ways, tasks = made.options, made.tasks
     meter = Meter(made.nbytes, ways.progress)
     if ways.workers > 1 and len(tasks) > 1:
-        return _Crew(Work.of(made, store, prefix), tasks, min(ways.workers, len(tasks)), meter).run()
+        largest_first = [Message(task=task) for task in sorted(tasks, key=lambda task: -task.nbytes)]
+        return Crew(
+            "ckpt.convert.ours.worker",
+            Work.of(made, store, prefix),
+            largest_first,
+            min(ways.workers, len(tasks)),
+            Message,
+            lambda message: message.wrote,
+            lambda message: meter.add(message.moved),
+        ).run()
     specs, blocks = made.job.graph.specs, Blocks(shares(ways)[1])
     writer = PackWriter(store, prefix, specs, assembler_of(made.opened, ways), blocks, meter.add)
     if not hasattr(store, "root"):  # writers to buckets hold memory of their own, beside the blocks, until they finish
@@ -184,99 +163,3 @@ def run_tasks(made: Conversion, store: Store, prefix: str) -> list[Wrote]:
             if len(ends) > 1:
                 ends[-2].result()
     return [end.result() for end in ends]
-
-
-class _Crew:
-    """Worker processes, each with a thread here that talks to it; what they say is handled in the caller's thread."""
-
-    def __init__(self, work: Work, tasks: Sequence[Task], count: int, meter: Meter) -> None:
-        self.work, self.tasks, self.count, self.meter = work, tasks, count, meter
-        self._todo = deque(sorted(tasks, key=lambda task: -task.nbytes))
-        self._heard: queue.SimpleQueue[tuple[int, Message | None]] = queue.SimpleQueue()
-        self._processes: list[subprocess.Popen[bytes]] = []
-
-    def run(self) -> list[Wrote]:
-        wrote: list[Wrote] = []
-        threads = []
-        try:
-            for number in range(self.count):
-                process = _start()
-                self._processes.append(process)
-                threads.append(threading.Thread(target=self._listen, args=(number, process), daemon=True))
-                threads[-1].start()
-                send(_pipe(process.stdin), self.work)
-                self._next(process)
-            while len(wrote) < len(self.tasks):
-                number, message = self._heard.get()
-                if message is None:
-                    raise CkptError(f"worker {number} has ended ({_how(self._processes[number])})")
-                if message.error is not None:
-                    raise from_wire(message.error)
-                self.meter.add(message.moved)
-                if message.wrote is not None:
-                    wrote.append(message.wrote)
-                    self._next(self._processes[number])
-        finally:
-            self._end(gently=len(wrote) == len(self.tasks))
-            for thread in threads:
-                with suppress(RuntimeError):  # Ctrl-C has come before it began
-                    thread.join()
-            for process in self._processes:
-                _pipe(process.stdout).close()
-        return wrote
-
-    def _next(self, process: subprocess.Popen[bytes]) -> None:
-        if self._todo:
-            with suppress(BrokenPipeError):  # that it is gone is heard from its other pipe
-                send(_pipe(process.stdin), Message(task=self._todo.popleft()))
-
-    def _listen(self, number: int, process: subprocess.Popen[bytes]) -> None:
-        while (data := receive(_pipe(process.stdout))) is not None:
-            self._heard.put((number, msgspec.msgpack.decode(data, type=Message)))
-        self._heard.put((number, None))
-
-    def _end(self, *, gently: bool) -> None:
-        for process in self._processes:
-            if gently:
-                _close(process)
-            else:
-                process.terminate()  # it takes away what it has begun
-        for process in self._processes:
-            try:
-                process.wait(GRACE_SECONDS)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-            _close(process)
-
-
-def _start() -> subprocess.Popen[bytes]:
-    # The worker must find the package where this process has found it.
-    home = os.path.dirname(os.path.dirname(os.path.abspath(ckpt.errors.__file__)))
-    path = os.pathsep.join([home, *filter(None, [os.environ.get("PYTHONPATH")])])
-    return subprocess.Popen(
-        [sys.executable, "-m", "ckpt.convert.ours.worker"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": path},
-        start_new_session=True,  # Ctrl-C is for this process, which ends the others in order
-    )
-
-
-def _close(process: subprocess.Popen[bytes]) -> None:
-    with suppress(OSError):
-        _pipe(process.stdin).close()
-
-
-def _pipe(pipe: IO[bytes] | None) -> IO[bytes]:
-    if pipe is None:
-        raise CkptError("a worker has no pipe")
-    return pipe
-
-
-def _how(process: subprocess.Popen[bytes]) -> str:
-    try:
-        code = process.wait(GRACE_SECONDS)
-    except subprocess.TimeoutExpired:
-        return "it says nothing more"
-    return f"killed by signal {-code}" if code < 0 else f"exit code {code}"
