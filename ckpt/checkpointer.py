@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import threading
 import time
 from dataclasses import replace
@@ -14,9 +15,13 @@ import msgspec
 from ckpt.engine.base import ReplayableAdapter
 from ckpt.engine.find import adapter_for
 from ckpt.errors import CkptError, ConfigError, NoSuchCheckpoint
+from ckpt.gradlog.copies.peers import Peers, checked_peers
 from ckpt.gradlog.costs import Costs
-from ckpt.gradlog.log import GradientLog, checked_codec, new_head
+from ckpt.gradlog.hooks import Hook
 from ckpt.gradlog.retention import retire
+from ckpt.gradlog.rivals import tell_of_others
+from ckpt.gradlog.together import LOOK_EVERY, Together
+from ckpt.gradlog.writing.log import GradientLog, checked_codec, new_head
 from ckpt.loading import load
 from ckpt.repo.lineage import LogHead, log_behind
 from ckpt.repo.repository import Repository
@@ -39,8 +44,6 @@ log = logging.getLogger("ckpt")
 LOG_BUDGET = 256 << 20
 NO_LOG = 0
 """What a full save says that no log passes through: that it is a checkpointer's, which may remove it again."""
-LOOK_EVERY = 8
-"""Steps between two looks at whether the log of any rank has ended."""
 MOST_DOUBLINGS = 10
 FIRST_EVERY = 100
 """Steps to the second full save where nothing is measured yet."""
@@ -52,7 +55,8 @@ class Checkpointer:
 
     Making one is collective, and resumes: if ``root`` holds anything, the newest state there is loaded into ``engine``,
     the logged steps are replayed, and ``resumed`` is the load's report. Then call :meth:`step` behind each optimizer
-    step, on every rank, and :meth:`close` at the end (or use it as a context manager).
+    step, on every rank, and :meth:`close` at the end (or use it as a context manager). With ``hook=True`` neither is
+    needed.
 
     Args:
         engine: as in :func:`ckpt.save`.
@@ -67,11 +71,20 @@ class Checkpointer:
         log_codec: how gradients are stored: ``"none"``, or ``"zstd"`` (byte planes).
         log_budget: bytes of log records that a rank holds before training waits for the store.
         mtbf: mean time between failures of the whole job, in seconds.
+        hook: call :meth:`step` by itself, behind the last call that a training step of this engine consists of:
+            ``engine.step()`` at the end of an accumulation window, ``train_batch()`` of a pipeline; in a torch loop the
+            optimizer's step, the scaler's update or the scheduler's step, whichever comes last. :meth:`close` is called
+            when the process ends.
+        peers: copies of each log record in the memory of other hosts, beside one in the own host's (0: none at all).
+            After the loss of a host its ranks' records come from there (docs/gradient-log.md).
+        peer_memory: bytes of copies that a rank keeps, the newest; None: half of what ``/dev/shm`` has free, shared by
+            the host's ranks.
         budget, io_limit, timeout, on_divergence, codec: as in :func:`ckpt.save`.
         load_options: more arguments of :func:`ckpt.load`.
 
     Raises:
-        ConfigError: an argument is wrong, or (with ``gradients``) an optimizer's steps cannot be replayed.
+        ConfigError: an argument is wrong, or (with ``gradients``) an optimizer's steps cannot be replayed, or (with
+            ``hook``) it cannot be told where a step of this engine ends.
         CkptError: whatever :func:`ckpt.load` raises.
     """
 
@@ -89,6 +102,9 @@ class Checkpointer:
         log_codec: str = "none",
         log_budget: int = LOG_BUDGET,
         mtbf: float = MTBF,
+        hook: bool = False,
+        peers: int = 0,
+        peer_memory: int | None = None,
         budget: int | None = None,
         io_limit: float | None = None,
         timeout: float | None = None,
@@ -103,6 +119,7 @@ class Checkpointer:
         self._log_budget = _counted("log_budget", log_budget)
         self._log_codec = checked_codec(log_codec)
         self._mtbf, self._gradients = positive("mtbf", mtbf), gradients
+        peers, peer_memory = checked_peers(peers, peer_memory)
         self._engine, self._root, self._extra = engine, default_root(root), checked_extra(extra)
         self._timeout, self._io_limit = timeout, io_limit
         self._ways = Ways(overwrite=True, policy=on_divergence, codec=codec, budget=budget)
@@ -118,12 +135,22 @@ class Checkpointer:
         self._costs = Costs()
         self._ended = self._not_before = 0
         self._pid = os.getpid()
-        self._agree(full_every=full_every, gradients=gradients, keep=keep, resume=resume, mtbf=mtbf)
+        said = {"gradients": gradients, "keep": keep, "resume": resume, "mtbf": mtbf, "peers": peers, "hook": hook}
+        self._agree(full_every=full_every, **said)
+        self._together = Together(self._comm, self._store, timeout)
+        if self._comm.rank == 0:
+            tell_of_others(self._store)
+        self._peers: Peers | None = None
+        self._hook = Hook(hook, self._comm, self._adapter, self._step, self.close, timeout)
         self.resumed: LoadReport | None = self._resume(load_options or {}) if resume else None
         self.number = self._adapter.step() if self.resumed is None else self.resumed.step
         """steps taken, of this job and of those that it continues"""
+        if gradients and peers:
+            with self._comm.joint("peers", timeout):
+                self._peers = Peers(self._comm, self._store.url, peers, peer_memory)
         self.last_full = self.number if self.resumed is None else self._base_of(self.resumed)
         self._start()
+        self._hook.begin()
 
     # -- for the loop -------------------------------------------------------------------------------------------------
 
@@ -135,14 +162,23 @@ class Checkpointer:
         what fails of the log ends the log, is told in a warning, and is followed by a full save and a log of its own.
 
         Raises:
+            ConfigError: ``hook=True`` does it; or ranks count different steps in front of a full save.
+            RankFailure: ranks do not come to a full save: names them, and what they have done if that is known.
             CkptError: the full save before has failed, and this rank has not heard of it.
         """
+        self._hook.refuse_call()
+        self._step()
+
+    def _step(self) -> None:
         self.number = number = self.number + 1
         self._costs.step(self._handle is not None and not self._handle.durable.done())
         if self._log is not None:
             self._log.end_step(number, self._extra)
+        self.number = number = self._together.counted(number, self._log)
         self._look_at_save()
-        if number - self.last_full >= self.full_every or (number >= self._not_before and self._log_ended(number)):
+        if number - self.last_full >= self.full_every or (
+            number >= self._not_before and self._together.has_ended(number, self._log)
+        ):
             self._full(number)
 
     def save(self) -> SaveHandle:
@@ -175,12 +211,16 @@ class Checkpointer:
         """Make everything durable and end the log. Not collective; the engine may be used and saved afterwards."""
         if os.getpid() != self._pid:  # a forked child has the object, and none of its threads
             return
+        self._hook.remove()
         if self._log is not None:
             self._log.close()
             self._log = None
         if self._handle is not None:
             self._handle.durable.settled()
             self._look_at_save()
+        if self._peers is not None:
+            self._peers.close(failed=sys.exc_info()[0] is not None)
+            self._peers = None
         if self._retiring is not None:
             self._retiring.join()
 
@@ -259,6 +299,7 @@ class Checkpointer:
                 flush_every=self._flush_every,
                 budget=self._log_budget,
                 codec=self._log_codec,
+                peers=self._peers,
             )
 
     # -- full saves ---------------------------------------------------------------------------------------------------
@@ -266,7 +307,7 @@ class Checkpointer:
     def _full(self, number: int, *, fresh: bool | None = None) -> None:
         """Begin a full save; ``fresh``: with a log that begins here, because the one before has ended."""
         if fresh is None:
-            fresh = self._gradients and self._any_broken()
+            fresh = self._together.meet(number, self._log) and self._gradients
         if fresh:
             # What ends one log after the other (two optimizer steps a call) must not cost a full save in each step.
             self._not_before = number + LOOK_EVERY * 2 ** min(self._ended, MOST_DOUBLINGS)
@@ -301,7 +342,9 @@ class Checkpointer:
         if error is not None:
             log.warning("the full save of step %s failed; the log goes on from the one before: %s", handle.step, error)
             return
-        self.last_report = handle.durable.wait()
+        self.last_report = report = handle.durable.wait()
+        if self._peers is not None:
+            self._peers.trim(report.step)
         if (
             self._comm.rank == 0
             and self._keep is not None
@@ -324,37 +367,6 @@ class Checkpointer:
 
         with self._comm.joint("policy", self._timeout):
             self.full_every = int(self._comm.on_root("policy", work))
-
-    # -- a log that has ended -----------------------------------------------------------------------------------------
-
-    def _log_ended(self, number: int) -> bool:
-        """Has the log of any rank ended, and is this the step at which all know of it?
-
-        A rank whose log has ended says so, and when all are to act on it: late enough that all will have heard, because
-        ranks of one job do not run a step ahead of each other.
-        """
-        if self._log is None:
-            return False
-        kv, key = self._comm.kv, f"log/{self._log.head.number}/ended"
-        if kv is None:
-            return self._log.broken is not None
-        if self._log.broken is not None:
-            when = (number // LOOK_EVERY + 2) * LOOK_EVERY
-            kv.compare_set(key, "", str(when))
-        if number % LOOK_EVERY or not kv.check([key]):
-            return False
-        return number >= int(kv.get(key))
-
-    def _any_broken(self) -> bool:
-        if self._log is None:
-            return True
-        kv = self._comm.kv
-        if kv is None:
-            return self._log.broken is not None
-        key = f"log/{self._log.head.number}/ended"
-        with self._comm.joint("log", self._timeout):
-            broken = self._log.broken is not None
-            return any(self._comm.gather("ended", lambda: b"1" if broken else b"")) or kv.check([key])
 
 
 def _counted(name: str, value: object) -> int:

@@ -15,9 +15,12 @@ import msgspec
 
 from ckpt.engine.find import adapter_for
 from ckpt.errors import CkptError, LayoutError, NoSuchCheckpoint, is_damage
-from ckpt.gradlog.recover import Recovery, find_recovery
-from ckpt.gradlog.replay import Outcome
-from ckpt.gradlog.resume import Replays
+from ckpt.gradlog.copies.bringing import Copies
+from ckpt.gradlog.copies.near import room_for
+from ckpt.gradlog.replaying.deviation import NONE, Deviation
+from ckpt.gradlog.replaying.recover import Recovery, find_recovery
+from ckpt.gradlog.replaying.replay import Outcome
+from ckpt.gradlog.replaying.resume import Replays
 from ckpt.layout.mesh import problems_of_claims
 from ckpt.layout.spec import Shard
 from ckpt.plan.load_plan import Catalog, Difference, LoadPlan, build_load_plan, check_difference, swap_notes
@@ -125,10 +128,10 @@ def load(
                 if not is_damage(error):
                     raise
                 if not fallback:
-                    log.error("step %d is damaged; fallback=True takes the newest whole step before it", candidate.base)
+                    log.error("%s is damaged; fallback=True takes the newest whole step before it", candidate.name)
                     raise
-                skipped.append(f"step {candidate.base}: {error}")
-                log.warning("step %d is damaged, falling back to the one before: %s", candidate.base, error)
+                skipped.append(f"{candidate.name}: {error}")
+                log.warning("%s is damaged, falling back to what comes before: %s", candidate.name, error)
         raise NoSuchCheckpoint("no checkpoint is whole: " + "; ".join(skipped))
 
 
@@ -174,6 +177,8 @@ class _Load:
     hosts: tuple[str, ...]
     read: str
     budget: int
+    copies: Copies | None = None
+    """of log records, in the memory of hosts"""
 
     def agree(self, fallback: bool, read: str, budget: int, io_limit: float | None, replay: bool) -> None:
         """Check that all ranks ask for the same."""
@@ -214,7 +219,10 @@ class _Load:
         self.read, logged, newest, steps = found
         ways = [Recovery(newest)] if newest is not None and not logged else []
         if logged:
-            ways = find_recovery(self.comm, self.store, self.step_asked, lenient=fallback)[: None if fallback else 1]
+            room = room_for(self.store.url, self.hosts.count(self.hosts[self.comm.rank]))
+            self.copies = copies = Copies(self.comm, self.store.url, room)
+            ways = find_recovery(self.comm, self.store, self.step_asked, lenient=fallback, copies=copies)
+            ways = ways[: None if fallback else 1]
         return [*ways, *(Recovery(step) for step in reversed(steps) if step < ways[0].base)]
 
     def run(self, way: Recovery, skipped: tuple[str, ...]) -> LoadReport:
@@ -235,6 +243,8 @@ class _Load:
         with self.watch.phase("read"):
             restore.carry(FIRST, state.shards)
         with self.watch.phase("finish"):
+            if way.stretches and self.copies is not None:
+                self.copies.bring(ready.replays.wanted() if ready.replays is not None else [])
             if late:  # otherwise one meeting of all ranks does for everything that is left
                 comm.run("refresh", self.adapter.refresh)
                 restore.carry(AFTER, state.shards)
@@ -248,7 +258,8 @@ class _Load:
         for note in ready.own if comm.rank else [*engines, *diverged, *swapped, *ready.own]:
             log.warning("load of step %d: %s", way.step, note)
         replayed = ready.replayed or Outcome()
-        return LoadReport(
+        off = NONE.with_others([end.deviation for end in ends])
+        report = LoadReport(
             step=way.step,
             root=self.store.url,
             saved_world=ready.index.root.world,
@@ -265,10 +276,16 @@ class _Load:
             read_by_rank=tuple(end.read for end in ends),
             bytes_received=restore.received,
             base=step if way.stretches else None,
-            exact=replayed.exact,
-            deviation=replayed.deviation,
+            exact=_of_all([end.exact for end in ends]),
+            deviation=off.largest if off.compared else None,
+            compared=off.compared,
+            differing=off.differ,
             log_bytes=replayed.bytes_read,
+            log_bytes_from_memory=replayed.bytes_from_memory,
         )
+        if report.replay and not comm.rank:
+            log.info("load of step %d: %s", way.step, report.replay)
+        return report
 
     def _describe(self, step: int, ready: _Ready) -> bytes:
         """Read what the checkpoint holds and ask what the engine does. Returns what this rank claims of its place."""
@@ -299,8 +316,9 @@ class _Load:
             ready.source, index.parts, index.root.world, self.comm.rank, self.comm.world, self.extra, self.strict
         )
         if way.stretches:
+            near = None if self.copies is None else self.copies.near
             ready.replays = Replays(
-                self.store, self.adapter, way, state, self.comm.rank, self.comm.world, strict=self.strict
+                self.store, self.adapter, way, state, self.comm.rank, self.comm.world, strict=self.strict, near=near
             )
         return msgspec.msgpack.encode(self._with_objects(plan.difference, ready.saved))
 
@@ -318,10 +336,14 @@ class _Load:
         if ready.replays is not None:
             ready.replayed = ready.replays.run(ready.saved, self.comm.beat)
             ready.engine += ready.replayed.notes
+            if self.copies is not None:
+                self.copies.near.forget()
         ready.returned = give_back(ready.saved, self.extra)
         # Last of all, because everything before may draw from the generators.
         ready.own = ready.saved.notes + restore_generators(ready.saved, self.comm.rank)
-        return msgspec.msgpack.encode(_End(Notes.of(ready.engine), restore.store.bytes_read))
+        replayed = ready.replayed or Outcome()
+        end = _End(Notes.of(ready.engine), restore.store.bytes_read, replayed.exact, replayed.deviation)
+        return msgspec.msgpack.encode(end)
 
 
 class _End(msgspec.Struct, array_like=True):
@@ -330,6 +352,14 @@ class _End(msgspec.Struct, array_like=True):
     notes: Notes
     read: int
     """bytes that it got from the store"""
+    exact: bool | None = None
+    """of what it replayed"""
+    deviation: Deviation = NONE
+
+
+def _of_all(exact: Sequence[bool | None]) -> bool | None:
+    """Return whether it is exact on all ranks: not if one is not, and nobody knows if one does not."""
+    return False if False in exact else None if None in exact else True
 
 
 def _on_divergences(index: Index, *, same_world: bool) -> list[str]:

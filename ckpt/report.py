@@ -118,12 +118,19 @@ class LoadReport:
     base: int | None = None
     """the checkpoint that was read; None: it is that of ``step``, and no step was replayed"""
     exact: bool | None = None
-    """is what this rank's optimizers step, behind the last step that was replayed, bit for bit what it was? None:
+    """is what the optimizers of all ranks step, behind the last step that was replayed, bit for bit what it was? None:
     nothing was replayed, or in another layout, where the log does not say"""
     deviation: float | None = None
-    """the largest relative difference of replayed values to those that the log remembers; None: it has none of them"""
+    """if it is not known to be exact: the largest difference of replayed values to those that the log remembers, by the
+    size of the value, over all ranks; None: there are none of them"""
+    compared: int = 0
+    """values, over all ranks, that ``deviation`` is of"""
+    differing: int = 0
+    """those of them that are not the same number"""
     log_bytes: int = 0
-    """bytes of the gradient log that this rank read"""
+    """bytes of the gradient log's records that this rank read from the store"""
+    log_bytes_from_memory: int = 0
+    """bytes of records that it took from copies in its host's memory (``Checkpointer(peers=1)``)"""
 
     @property
     def replayed(self) -> int:
@@ -135,13 +142,26 @@ class LoadReport:
         """Bytes that all ranks together got from the store."""
         return sum(self.read_by_rank)
 
+    @property
+    def replay(self) -> str:
+        """What was replayed, and how exact it is, in a line; empty if nothing was."""
+        if self.base is None:
+            return ""
+        way = {True: "bit for bit", False: "with a deviation", None: "in another layout"}[self.exact]
+        off = "" if self.exact or not self.replayed else f": {self._off()}"
+        return f"step {self.base} and {count(self.replayed, 'step')} replayed from the log, {way}{off}"
+
+    def _off(self) -> str:
+        if self.deviation is None:
+            return "the log remembers no value to compare"
+        differ = f"{self.differing:,} differ, by at most {self.deviation:.2g} of the value"
+        said = differ if self.differing else "none differs"
+        return f"of {count(self.compared, 'value')} that the log remembers, {said}"
+
     def __str__(self) -> str:
         by = f"saved by {count(self.saved_world, 'rank')}, {size(self.bytes_read)} read by this one"
         lines = [f"step {self.step}: {by} in {self.seconds:.2f} s"]
-        if self.base is not None:
-            way = {True: "bit for bit", False: "with a deviation", None: "in another layout"}[self.exact]
-            off = "" if self.deviation is None or self.exact else f", at most {self.deviation:.2g} of a value off"
-            lines.append(f"step {self.base} and {count(self.replayed, 'step')} replayed from the log, {way}{off}")
+        lines += [self.replay] if self.replay else []
         for title in ("missing", "unexpected", "casts", "notes", "skipped"):
             lines += [f"{title}: {line}" for line in getattr(self, title)]
         return "\n  ".join(lines)

@@ -2,9 +2,11 @@
 
     python tools/bench_gradlog.py overhead [--layout zero3] [--params 4e6] [--batch 48] [--steps 240] [--root DIR]
     python tools/bench_gradlog.py frequent [--layout zero3] …   # beside a full save and DCP's async_save at each step
+    python tools/bench_gradlog.py profile [--layout zero3] …    # what a record costs, part by part, beside a raw writer
     python tools/bench_gradlog.py bytes                         # full save against one step, for every layout
     python tools/bench_gradlog.py recovery [--steps 50] …       # base and replay against base and training again
     python tools/bench_gradlog.py lossless                      # half precision and a multiplier, against a copy
+    python tools/bench_gradlog.py worlds [--worlds 8,64,…]      # what a rank of a large job does to find its part
 
 Ranks are processes of this machine (``--ranks``, 2) with gloo. ``overhead`` takes turns in one job: ten steps with the
 log, ten without, so that both meet the same noise; it prints medians, and the ratio of the means of all steps.
@@ -29,17 +31,21 @@ import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from benchmarks.engines import CONTEXT, make_job
+from benchmarks.engines import CONTEXT
 from benchmarks.system import die_with_parent
+from gradlog_jobs import MIXED, job_of
+from gradlog_profile import profile
+from gradlog_turns import BLOCK, Dcp, Full, Log, Way, in_turn
+from log_worlds import WORLDS, simulate
+from rich.console import Console
 
 import ckpt
-from ckpt.gradlog.lossless import Keeper
+from ckpt.gradlog.writing.lossless import Keeper
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-BLOCK = 10
-LAYOUTS = ("ddp", "fsdp2", "zero1", "zero2", "zero3")
+LAYOUTS = ("ddp", "fsdp2", *MIXED, "zero1", "zero2", "zero3")
 
 
 class Bench:
@@ -48,7 +54,7 @@ class Bench:
     def __init__(self, options: argparse.Namespace, layout: str) -> None:
         self.options, self.rank, self.world = options, dist.get_rank(), dist.get_world_size()
         self.root = f"{options.root}/{layout}"
-        self.job = make_job(layout, options.params, "bf16")
+        self.job = job_of(layout, options.params)
         vocab = self.job._vocab
         batches = torch.Generator().manual_seed(self.rank)
         self.job.tokens = lambda: torch.randint(0, vocab, (options.batch, CONTEXT), generator=batches)  # type: ignore[method-assign]
@@ -63,7 +69,7 @@ class Bench:
         """Return a checkpointer whose first full save is durable."""
         made = ckpt.Checkpointer(
             self.job.engine,
-            f"{self.root}/{name}",
+            name if name.startswith("/") else f"{self.root}/{name}",
             **{"full_every": 10**9, "resume": False, "log_codec": self.options.codec, **options},
         )
         if made._handle is not None:
@@ -118,49 +124,26 @@ def overhead(bench: Bench) -> None:
 
 def frequent(bench: Bench) -> None:
     """Print what a loop takes that can go back to every step: by a log, by full saves, by DCP."""
-    import torch.distributed.checkpoint as dcp
-
-    group = dist.new_group(backend="gloo")
-    future: Any = None
-
-    def with_dcp(step: int) -> None:
-        nonlocal future
-        if future is not None:
-            future.result()
-        writer = dcp.FileSystemWriter(f"{bench.root}/dcp/{step}")
-        future = dcp.async_save(bench.job.state(), storage_writer=writer, process_group=group)
-
-    keeper = bench.keeper("log")
-
-    def logged(step: int) -> None:
-        keeper.step()
-
-    ways: dict[str, Callable[[int], Any]] = {
-        "nothing": lambda step: None,
-        "log": logged,
-        "full": lambda step: ckpt.async_save(bench.job.engine, f"{bench.root}/full", step=step),
-        "DCP": with_dcp,
+    ways: dict[str, Way] = {
+        "nothing": Way(),
+        "log": Log(bench, f"{bench.root}/log"),
+        "full": Full(bench, f"{bench.root}/full"),
+        "DCP": Dcp(bench, f"{bench.root}/dcp"),
     }
-    found: dict[str, list[float]] = {name: [] for name in ways}
-    count = 0
-    for _ in range(max(1, bench.options.steps // (4 * BLOCK))):
-        for name, way in ways.items():
-            dist.barrier()
-            for _ in range(BLOCK):
-                count += 1
-                began = time.perf_counter()
-                bench.job.train_step()
-                way(count)
-                found[name].append(time.perf_counter() - began)
-            keeper.close()  # steps that a log is not told of end it
-            if name == "nothing":
-                keeper = bench.keeper("log")
-    medians = {name: max(bench.all(statistics.fmean(one))) for name, one in found.items()}
-    bench.tell(item="frequent", **{f"{name}_s": round(value, 4) for name, value in medians.items()})
+    seconds = in_turn(bench, ways)
+    least = seconds["nothing"]
+    bench.tell(
+        item="frequent",
+        **{f"{name}_s": round(value, 4) for name, value in seconds.items()},
+        **{f"{name}_more": round((value - least) / least, 4) for name, value in seconds.items() if value is not least},
+        full_by_log=round((seconds["full"] - least) / (seconds["log"] - least), 1),
+        DCP_by_log=round((seconds["DCP"] - least) / (seconds["log"] - least), 1),
+    )
 
 
 def count_bytes(bench: Bench) -> None:
     """Print the bytes of a full save and of a step's gradients, over all ranks."""
+    bench.step()  # with it come the moments
     report = ckpt.save(bench.job.engine, f"{bench.root}/full")
     steps = 5
     keeper = bench.keeper("bytes")
@@ -222,6 +205,7 @@ ITEMS: dict[str, Callable[[Bench], None]] = {
     "frequent": frequent,
     "bytes": count_bytes,
     "recovery": recovery,
+    "profile": profile,
 }
 
 
@@ -249,7 +233,7 @@ def lossless() -> None:
 def main() -> None:
     """Start the ranks, or be one."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("item", choices=[*ITEMS, "lossless"])
+    parser.add_argument("item", choices=[*ITEMS, "lossless", "worlds"])
     parser.add_argument("--layout", choices=LAYOUTS, action="append")
     parser.add_argument("--params", type=float, default=4e6)
     parser.add_argument("--batch", type=int, default=48)
@@ -257,9 +241,14 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--codec", default="none")
     parser.add_argument("--root", default="")
+    parser.add_argument("--worlds", type=lambda text: [int(n) for n in text.split(",")], default=WORLDS)
+    parser.add_argument("--shm", default="")
     options = parser.parse_args()
     if options.item == "lossless":
         lossless()
+        return
+    if options.item == "worlds":
+        Console(width=160).print(simulate(options.worlds))
         return
     if "RANK" in os.environ:
         die_with_parent()
@@ -270,7 +259,9 @@ def main() -> None:
             dist.barrier()
         dist.destroy_process_group()
         return
-    with tempfile.TemporaryDirectory(dir=options.root or None, prefix="ckpt-gradlog-") as folder:
+    where = (tempfile.TemporaryDirectory(dir=one, prefix="ckpt-gradlog-") for one in (options.root or None, "/dev/shm"))
+    with next(where) as folder, next(where) as shm:
+        options.shm = shm
         layouts = options.layout or (LAYOUTS if options.item == "bytes" else ("zero3",))
         for layout in layouts:
             _launch(options, folder, layout)
@@ -279,7 +270,8 @@ def main() -> None:
 def _launch(options: argparse.Namespace, folder: str, layout: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    arguments = [options.item, "--layout", layout, "--root", folder, "--codec", options.codec]
+    arguments = [options.item, "--layout", layout, "--root", folder, "--shm", options.shm]
+    arguments += ["--codec", options.codec]
     arguments += [f"--{name}={getattr(options, name)}" for name in ("params", "batch", "steps", "ranks")]
     common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(options.ranks)}
     common |= {"DS_ACCELERATOR": "cpu", "DEEPSPEED_LOG_LEVEL": "error", "OMP_NUM_THREADS": "1"}

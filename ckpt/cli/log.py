@@ -192,6 +192,8 @@ def _lines(document: dict[str, Any]) -> Iterator[tuple[str, str]]:
                 yield f"  torn: {part['torn']}", "yellow"
             for trouble in part["troubles"]:
                 yield f"  damage: {trouble}", "red"
+    for one in document["unread"]:
+        yield f"damage: {one['why']}; where log {one['log']} belongs is not known", "red"
     if document["others"]:
         yield f"not on the newest history: log {listed(document['others'], SHOWN)}", ""
     summary = document["summary"]

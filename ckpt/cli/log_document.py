@@ -25,6 +25,7 @@ def document_of(root: str, history: History, first: int | None, last: int | None
         "checkpoints": history.checkpoints,
         "logs": [_log(one) for one in history.logs],
         "others": history.others,
+        "unread": [{"log": number, "why": why} for number, why in history.unread.items()],
         "groups": [list(group) for group in groups],
         "steps": [_step(one, parameters.get(one.log), groups) for one in chosen],
         "summary": _summary(history, parameters),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from ckpt.repo.lineage import chain_of, heads_of
+from ckpt.repo.lineage import chain_of, known_heads
 from ckpt.repo.log_files import files_of, places_in
 
 if TYPE_CHECKING:
@@ -24,12 +24,15 @@ class Dropped(NamedTuple):
 def drop_log(store: Store, number: int, step: int, *, dry_run: bool = False) -> Dropped:
     """Remove the records that lead to ``step`` along the history of log ``number``.
 
-    What each log says of itself stays: jobs begin their logs under other numbers, and one that is alive goes on.
+    What each log says of itself stays: jobs begin their logs under other numbers, and one that is alive goes on. Where
+    what a later log says cannot be read, nothing is removed: it may go on from here.
 
     Raises:
         StoreError: the store refused; whatever stands is whole.
     """
-    heads = heads_of(store)
+    heads, damaged = known_heads(store)
+    if any(later > number for later in damaged):
+        return Dropped()
     files = nbytes = in_use = 0
     for head in chain_of(heads, number) if number in heads else ():
         for rank in range(head.world):

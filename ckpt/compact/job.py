@@ -33,9 +33,9 @@ from ckpt.convert.ours.committing import TEMP, Place, claim, kept_alive
 from ckpt.errors import CheckpointExists, CkptError, ConfigError, MissingChunk, ReplayError
 from ckpt.format.digest import raw_digest
 from ckpt.format.manifest import CODEC, DERIVED, VERSION, CommitBody
-from ckpt.gradlog.log import software
-from ckpt.gradlog.recover import find_recovery
+from ckpt.gradlog.replaying.recover import find_recovery
 from ckpt.gradlog.retention import retire
+from ckpt.gradlog.writing.log import software
 from ckpt.repo.lineage import ways
 from ckpt.repo.repository import Repository, attempt_prefix
 from ckpt.runtime.comm import Comm
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from ckpt.compact.source import Source
     from ckpt.convert.opened import Opened
     from ckpt.format.manifest import IndexPart
-    from ckpt.gradlog.recover import Recovery
+    from ckpt.gradlog.replaying.recover import Recovery
     from ckpt.repo.repository import Index
     from ckpt.store.base import Store
 

@@ -8,8 +8,8 @@ import torch
 
 from ckpt.engine.deepspeed_kernels import COUNTING, PREFIX, count_up, make_optimizer
 from ckpt.errors import ConfigError, ReplayError
-from ckpt.gradlog.log import software
 from ckpt.gradlog.supported import ELEMENTWISE
+from ckpt.gradlog.writing.log import software
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -10,7 +10,7 @@ import torch
 from ckpt.compact.records import records_of
 from ckpt.convert.loose import carry
 from ckpt.gradlog.record import read_options
-from ckpt.gradlog.replay import update_group
+from ckpt.gradlog.replaying.replay import update_group
 from ckpt.runtime.extras import ENGINE, encode_item, owned_items
 from ckpt.runtime.objects import decode_object
 

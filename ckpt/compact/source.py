@@ -9,9 +9,9 @@ from typing import Any
 from ckpt.convert.opened import Opened
 from ckpt.convert.ours.read import open_ours
 from ckpt.errors import MalformedData, ReplayError
-from ckpt.gradlog.reading import read_rank_head
 from ckpt.gradlog.record import RankHead
-from ckpt.gradlog.recover import Stretch
+from ckpt.gradlog.replaying.reading import read_rank_head, run_of
+from ckpt.gradlog.replaying.recover import Stretch
 from ckpt.gradlog.supported import ELEMENTWISE
 from ckpt.layout.spec import BUFFER, MASTER, PARAM, TensorSpec
 from ckpt.plan.load_plan import Catalog
@@ -96,7 +96,8 @@ def open_base(store: Store, base: int, stretches: Sequence[Stretch]) -> Source:
 
 
 def _heads(store: Store, stretch: Stretch) -> list[RankHead]:
-    heads = [read_rank_head(store, stretch.number, rank) for rank in range(stretch.world)]
+    run = run_of(store, stretch.number)
+    heads = [read_rank_head(store, stretch.number, rank, run) for rank in range(stretch.world)]
     if any(head.world != stretch.world for head in heads):
         raise MalformedData(f"log {stretch.number}: its ranks speak of different numbers of ranks")
     for head in heads:

@@ -13,11 +13,12 @@ from ckpt.compact.cuts import Bundle, Run, Slice, runs_of
 from ckpt.compact.feeding import Feed, Logged, own_feed
 from ckpt.compact.kernels import Kernel
 from ckpt.compact.objects import tensors_in_groups
-from ckpt.compact.records import only_call, records_of
+from ckpt.compact.records import records_of
 from ckpt.compact.source import is_scalar
 from ckpt.engine.base import dtype_name, torch_dtype
 from ckpt.errors import ReplayError
 from ckpt.gradlog.record import Entry, read_options
+from ckpt.gradlog.replaying.opened import only_call
 from ckpt.layout.box import Box
 from ckpt.layout.spec import Shard
 from ckpt.plan.local_plan import CHUNK_BYTES
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from ckpt.compact.source import Source
     from ckpt.convert.assemble import Assembler
     from ckpt.gradlog.record import Call
-    from ckpt.gradlog.recover import Stretch
+    from ckpt.gradlog.replaying.recover import Stretch
     from ckpt.layout.spec import TensorSpec
 
 

@@ -12,7 +12,7 @@ from ckpt.compact.source import Source, open_base
 from ckpt.compact.stepping import Stepper
 from ckpt.convert.assemble import LEAST_MEMORY, Assembler
 from ckpt.errors import BudgetTooSmall
-from ckpt.gradlog.recover import Stretch
+from ckpt.gradlog.replaying.recover import Stretch
 from ckpt.layout.spec import ITEMSIZE
 from ckpt.store.blocks import BLOCK_BYTES, Blocks
 

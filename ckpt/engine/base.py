@@ -152,6 +152,21 @@ class ReplayableAdapter(Protocol):
 
 
 @runtime_checkable
+class EndsSteps(Protocol):
+    """An adapter that knows where a training step ends, so that the loop need not say it."""
+
+    def at_step_end(self, call: Callable[[], None]) -> Callable[[], None]:
+        """Have ``call`` called behind all that changes in a step, and before the loop takes its next batch.
+
+        Returns:
+            A function that ends it, and leaves the engine as it was.
+
+        Raises:
+            ConfigError: it cannot be told where that is.
+        """
+
+
+@runtime_checkable
 class EngineAdapter(Protocol):
     """One live engine on one rank.
 

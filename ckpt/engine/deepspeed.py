@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ckpt.engine.base import Context, EngineState, LiveShard, dtype_name
+from ckpt.engine.deepspeed_ending import at_step_end
 from ckpt.engine.deepspeed_layout import (
     after_writing,
     before_writing,
@@ -38,7 +39,7 @@ from ckpt.errors import ConfigError
 from ckpt.layout.spec import BUFFER, PARAM, TensorSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     import torch
 
@@ -167,6 +168,10 @@ class DeepSpeedAdapter:
         inner = inner_optimizer(optimizer)
         relink_state(optimizer, all(inner.state.get(p.key) for p in partitions))
         return notes
+
+    def at_step_end(self, call: Callable[[], None]) -> Callable[[], None]:
+        """See :class:`ckpt.engine.base.EndsSteps`, and :func:`ckpt.engine.deepspeed_ending.at_step_end`."""
+        return at_step_end(self._engine, inner_optimizer(self._engine.optimizer), call)
 
     def _named(self) -> tuple[Naming, list[Partition]]:
         """Return names and partitions, worked out once: who asks in every step has an engine that stays as it is."""

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from ckpt.engine.base import Context, EngineState
+from ckpt.engine.megatron_ending import at_step_end
 from ckpt.engine.megatron_model import Survey, axis_groups, survey
 from ckpt.engine.megatron_objects import (
     capture_counters,
@@ -36,7 +37,7 @@ from ckpt.errors import ConfigError
 from ckpt.layout.spec import BUFFER, PARAM
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     import torch
 
@@ -168,6 +169,10 @@ class MegatronAdapter:
         found = survey(self._chunks, self._context)
         partitions = partitions_of(self._optimizer, found.named)
         return restore_objects(self._optimizer, self._scheduler, found, partitions, self._context, objects)
+
+    def at_step_end(self, call: Callable[[], None]) -> Callable[[], None]:
+        """See :class:`ckpt.engine.base.EndsSteps`, and :func:`ckpt.engine.megatron_ending.at_step_end`."""
+        return at_step_end(self._optimizer, self._scheduler, call)
 
     def _survey(self, *, loading: bool) -> tuple[EngineState, Survey, list[Partition]]:
         refuse_unsupported(self._chunks, self._optimizer)

@@ -15,6 +15,7 @@ from ckpt.engine.shared_check import local_tensor
 from ckpt.engine.shared_partition import clear_padding, stepped_of
 from ckpt.engine.shared_shards import tensor_shards
 from ckpt.engine.shared_state import NOT_OPTIMIZER_STATE, StateLoad, state_shards
+from ckpt.engine.torch_ending import at_step_end
 from ckpt.engine.torch_layout import inner_optimizer, layout_of
 from ckpt.engine.torch_names import fsdp_modules
 from ckpt.engine.torch_objects import capture_counters, capture_objects, compare_objects, restore_objects
@@ -23,7 +24,7 @@ from ckpt.errors import ConfigError, UnsupportedLayout
 from ckpt.layout.spec import BUFFER, PARAM
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from ckpt.engine.base import Mismatch, SavedSpecs, Stepped
     from ckpt.engine.shared_partition import Partition
@@ -150,6 +151,10 @@ class TorchAdapter:
             for module in fsdp_modules(part.module):
                 module.reshard()
         return restore_objects(self._parts, layout_of(self._parts, self._context), objects)
+
+    def at_step_end(self, call: Callable[[], None]) -> Callable[[], None]:
+        """See :class:`ckpt.engine.base.EndsSteps`, and :func:`ckpt.engine.torch_ending.at_step_end`."""
+        return at_step_end(self._parts, call)
 
     def _being_loaded(self) -> tuple[Layout, list[StateLoad]]:
         if self._loading is None:

@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING
 
 from ckpt.errors import CkptError, NoSuchCheckpoint, is_damage
 from ckpt.format.manifest import CommitBody
-from ckpt.gradlog.reading import read_rank_head
+from ckpt.gradlog.replaying.reading import read_rank_head
 from ckpt.gradlog.telling import Group, Said, changed_between, numel_of, read_words, said_of
 from ckpt.repo.lineage import LogHead, Span, chain_of
 from ckpt.repo.log_files import TORN, Place, Runs, Trouble, look, ranks_of
 from ckpt.repo.log_needs import Needs, needs_of
+from ckpt.repo.log_words import check_run
 from ckpt.repo.repository import Repository
 
 if TYPE_CHECKING:
@@ -123,7 +124,8 @@ class Log:
 class History:
     """``checkpoints``: steps of those that the logs pass through. ``base``: the newest one's commit. ``reaches``: the
     step to which checkpoints and logs lead; None without a checkpoint. ``others``: numbers of logs that are not on the
-    newest history. ``whole``: was every byte looked at?
+    newest history. ``whole``: was every byte looked at? ``unread``: number -> why, of logs that say of themselves what
+    cannot be read: nobody knows where they belong, and one of a high number may be the newest history.
     """
 
     logs: list[Log]
@@ -133,11 +135,12 @@ class History:
     reaches: int | None
     others: list[int]
     whole: bool
+    unread: dict[int, str] = field(default_factory=dict)
 
     @property
     def damaged(self) -> bool:
         """Is there damage or a gap, whether or not a later checkpoint makes up for it?"""
-        if any(part.troubles for log in self.logs for part in log.ranks):
+        if self.unread or any(part.troubles for log in self.logs for part in log.ranks):
             return True
         return any(map(self._is_short, self.logs, self.logs[1:]))
 
@@ -159,14 +162,13 @@ def history_of(store: Store, *, whole: bool = True, threads: int = THREADS) -> H
 
     Raises:
         NoSuchCheckpoint: there is no log.
-        MalformedData, UnsupportedVersion: a log says of itself what this release cannot read.
         StoreError: the store is busy or refuses this user.
     """
     Repository(store).check_marker()
     needs = needs_of(store)
-    if not needs.heads:
+    if not needs.heads and not needs.damaged:
         raise NoSuchCheckpoint(f"no gradient log in {store.url}")
-    spans = list(needs.ways[0].spans) if needs.ways else _all_of(needs)
+    spans = list(needs.ways[0].spans) if needs.ways else _all_of(needs) if needs.heads else []
     steps: dict[int, Step] = {}
     logs: list[Log] = []
     ends: dict[int, _Behind] = {}
@@ -177,7 +179,8 @@ def history_of(store: Store, *, whole: bool = True, threads: int = THREADS) -> H
     base = Repository(store).read_commit(needs.ways[-1].step) if needs.ways else None
     others = sorted({*needs.heads, *needs.headless} - {span.number for span in spans})
     rows = [steps[step] for step in sorted(steps)]
-    return History(logs, rows, [way.step for way in needs.ways], base, reaches, others, whole)
+    unread = {number: str(error) for number, error in sorted(needs.damaged.items())}
+    return History(logs, rows, [way.step for way in needs.ways], base, reaches, others, whole, unread)
 
 
 def _all_of(needs: Needs) -> list[Span]:
@@ -250,7 +253,7 @@ class _RankLook:
         """Read what the rank says of its part. Returns what is wrong with that; empty if nothing is."""
         part, number = self.part, self._span.number
         try:
-            said = read_rank_head(self._store, number, part.rank)
+            said = read_rank_head(self._store, number, part.rank, self._head.run)
             self._numel = numel_of(said, f"log {number} of rank {part.rank}")
         except CkptError as error:
             return _damage(error)
@@ -264,6 +267,7 @@ class _RankLook:
         behind = self.behind if self.behind is not None and self.behind.step == place.step - 1 else None
         try:
             record, stored = read_words(self._store, place, self.part.rank)
+            check_run(record.run, self._head.run, f"{place.key}: the record of step {place.step}")
             said = said_of(record, stored, self._numel, place)
             changed = [] if behind is None else changed_between(behind.options, said.before, place.key)
         except CkptError as error:

@@ -14,11 +14,11 @@ import torch
 from ckpt.errors import MalformedData
 from ckpt.format import frames
 from ckpt.format.digest import Buffer
-from ckpt.format.pack import PackItem, lay_out, parse_header
+from ckpt.format.pack import PackItem, lay_out
 from ckpt.layout.box import Box
 from ckpt.layout.spec import ITEMSIZE
 from ckpt.runtime.objects import decode_object, encode_object
-from ckpt.runtime.staging import tensor_bytes, tensor_over
+from ckpt.runtime.staging import tensor_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -74,7 +74,9 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
 class RankHead(msgspec.Struct, frozen=True, kw_only=True):
     """What is said once of a rank's log: what its records hold, and which kernels made the steps.
 
-    ``kernels``: for each optimizer its class and the options that choose a kernel. ``software``: versions.
+    ``peers``: the other ranks that log something of what this one steps (None: written before they were told).
+    ``kernels``: for each optimizer its class and the options that choose a kernel. ``software``: versions. ``run``: of
+    the log, as ``log.json`` says it.
     """
 
     format: int
@@ -83,6 +85,8 @@ class RankHead(msgspec.Struct, frozen=True, kw_only=True):
     entries: tuple[Entry, ...]
     kernels: tuple[dict[str, Any], ...]
     software: dict[str, str]
+    run: str = ""
+    peers: tuple[int, ...] | None = None
 
 
 class Gradient(msgspec.Struct, frozen=True, kw_only=True):
@@ -153,6 +157,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     ``calls``: none if the step was skipped (an overflow). ``options``: of all groups behind the step. ``digest``: of
     what this rank's optimizers step, behind it. ``square``: sum of the squares of the gradients logged here, as the
     optimizers saw them. ``samples``: positions in the order of the logged elements, and the stepped values there.
+    ``run``: of the log that it belongs to.
     """
 
     format: int
@@ -166,6 +171,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     square: float | None = None
     samples: tuple[tuple[int, float], ...] = ()
     seconds: float = 0.0
+    run: str = ""
 
     @property
     def skipped(self) -> bool:
@@ -223,59 +229,6 @@ def encode_record(record: Record, tensors: Mapping[str, torch.Tensor | tuple[str
     order = sorted(range(len(items)), key=lambda i: -ITEMSIZE[items[i].dtype])
     layout = lay_out([items[i] for i in order])
     return [layout.header, *(part for i in order for part in data[i])]
-
-
-class Tensors:
-    """The tensors of a record that was read, by name; views of its payload."""
-
-    def __init__(self, payload: memoryview, where: str) -> None:
-        self.where = where
-        self._payload = payload
-        self._table = parse_header(bytes(payload[: _header_bytes(payload, where)]), payload.nbytes, where)
-
-    def raw(self, name: str) -> memoryview:
-        """Return the bytes of a tensor.
-
-        Raises:
-            MalformedData: there is none of this name.
-        """
-        if name not in self._table:
-            raise MalformedData(f"{self.where}: tensor {name!r} is not there")
-        _, _, start, stop = self._table[name]
-        return self._payload[start:stop]
-
-    def tensor(self, name: str, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """Return a tensor that must have this dtype and shape; its memory is the payload's.
-
-        Raises:
-            MalformedData: it has others.
-        """
-        raw = self.raw(name)
-        flat = torch.frombuffer(raw, dtype=torch.uint8) if len(raw) else torch.empty(0, dtype=torch.uint8)
-        return tensor_over(flat, dtype, shape)
-
-
-def _header_bytes(payload: memoryview, where: str) -> int:
-    length = int.from_bytes(payload[:8], "little")
-    if payload.nbytes < 8 or length > payload.nbytes - 8:
-        raise MalformedData(f"{where}: a header of {length} bytes in a record of {payload.nbytes}")
-    return 8 + length
-
-
-def decode_record(payload: memoryview, where: str) -> tuple[Record, Tensors]:
-    """Return what :func:`encode_record` made ``payload`` (writable) of.
-
-    Raises:
-        MalformedData: it is no record; ``where`` names the file.
-    """
-    tensors = Tensors(payload, where)
-    document = tensors.raw(DOCUMENT)
-    if document.nbytes > MAX_DOCUMENT:
-        raise MalformedData(f"{where}: a document of {document.nbytes} bytes, at most {MAX_DOCUMENT} are read")
-    record = decode(bytes(document), Record, where)
-    if record.format != VERSION:
-        raise MalformedData(f"{where}: a record of version {record.format}, this release reads {VERSION}")
-    return record, tensors
 
 
 def decode(data: bytes, kind: type[T], where: str) -> T:

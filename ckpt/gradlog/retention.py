@@ -6,7 +6,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from ckpt.repo.gc import collect
-from ckpt.repo.lineage import commits_of, heads_of, log_key, ways
+from ckpt.repo.lineage import commits_of, known_heads, log_key, ways
 from ckpt.repo.log_files import files_of
 from ckpt.repo.repository import attempt_prefix, commit_key
 
@@ -22,6 +22,7 @@ def retire(store: Store, keep: int) -> list[int]:
 
     Raises:
         StoreError: the store refused; whatever stands is whole.
+        FormatError: a log that may be of a newer history says of itself what this release cannot read.
     """
     found, commits = ways(store), commits_of(store)
     own = {step: commit for step, commit in commits.items() if commit.log is not None}
@@ -45,10 +46,13 @@ def retire(store: Store, keep: int) -> list[int]:
 
 def _forget_logs(store: Store, first: int, step: int) -> None:
     """Remove the logs before number ``first``, and of the others the files that end at or before ``step``."""
-    for number, head in sorted(heads_of(store).items()):
-        if number < first:
-            for info in list(store.walk(log_key(number))):
-                store.delete(info.key)
+    heads, damaged = known_heads(store)
+    for number in sorted(one for one in (*heads, *damaged) if one < first):
+        for info in list(store.walk(log_key(number))):
+            store.delete(info.key)
+    # A damaged head of a later log stands for steps that nobody knows.
+    for number, head in sorted(heads.items()):
+        if number < max(first, max(damaged, default=0)):
             continue
         for rank in range(head.world):
             files = files_of(store, number, rank)

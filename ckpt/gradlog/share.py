@@ -8,13 +8,14 @@ parallelism each rank a share of what all hold.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from ckpt.engine.base import Stepped, dtype_name
 from ckpt.errors import ConfigError
 from ckpt.format.digest import digest
+from ckpt.gradlog.directory import Logged
 from ckpt.gradlog.record import Entry, Part
 from ckpt.layout.graph import ShardGraph
 from ckpt.layout.spec import RankLayout, Shard, TensorSpec
@@ -22,9 +23,10 @@ from ckpt.plan.save_plan import build_save_plan
 from ckpt.plan.wire import decode_layouts, encode_layout
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from ckpt.layout.box import Box
+    from ckpt.plan.save_plan import SavePlan
     from ckpt.runtime.comm import Comm
 
 GRAD = "grad"
@@ -87,7 +89,17 @@ def layout_digest(stepped: Stepped) -> str:
     return digest("\n".join([f"{stepped.group} {stepped.key.dtype} {stepped.key.numel()}", *said]).encode())
 
 
-def share(comm: Comm, stepped: Sequence[Stepped]) -> list[Own]:
+class Shared(NamedTuple):
+    """What is logged: ``own`` by this rank; ``peers``: the other ranks that log something of what this one steps;
+    ``logged``: all of it, by whom.
+    """
+
+    own: list[Own]
+    peers: tuple[int, ...]
+    logged: Callable[[], Iterator[Logged]]
+
+
+def share(comm: Comm, stepped: Sequence[Stepped]) -> Shared:
     """Agree with all ranks on who logs what. Collective, inside of an operation.
 
     Raises:
@@ -106,13 +118,25 @@ def share(comm: Comm, stepped: Sequence[Stepped]) -> list[Own]:
 
     graph = ShardGraph.build(decode_layouts(comm.gather("gradients", layout)))
     graph.check()
-    plan = build_save_plan(graph)
+    return share_of(comm.rank, stepped, build_save_plan(graph))
+
+
+def share_of(rank: int, stepped: Sequence[Stepped], plan: SavePlan) -> Shared:
+    """Return what follows for one rank from a plan of all ranks' gradients."""
+    places = [places_of(one) for one in stepped]
     mine: dict[str, list[Box]] = {}
-    for i in plan.held(comm.rank):
-        if plan.owners[i] == comm.rank:
+    held = plan.held(rank)
+    for i in held:
+        if plan.owners[i] == rank:
             mine.setdefault(plan.chunks[i].spec.fqn, []).append(plan.chunks[i].box)
+
+    def logged() -> Iterator[Logged]:
+        for chunk, owner in zip(plan.chunks, plan.owners, strict=True):
+            yield Logged(chunk.spec.fqn, chunk.spec.shape, chunk.box, owner)
+
     optimizers = {id(one): i for i, one in enumerate(dict.fromkeys(s.optimizer for s in stepped))}
-    return [_own(one, optimizers[id(one.optimizer)], found, mine) for one, found in zip(stepped, places, strict=True)]
+    own = [_own(one, optimizers[id(one.optimizer)], found, mine) for one, found in zip(stepped, places, strict=True)]
+    return Shared(own, tuple(sorted({plan.owners[i] for i in held} - {rank})), logged)
 
 
 def _own(

@@ -43,7 +43,8 @@ def refuse_unsupported(stepped: list[Stepped]) -> list[Stepped]:
     """Return what is stepped, if all of it can be logged and replayed.
 
     Raises:
-        ConfigError: an optimizer cannot; says which and why. ``gradients=False`` saves without a log.
+        ConfigError: an optimizer cannot, or a parameter is complex; says which and why. ``gradients=False`` saves
+            without a log.
     """
     for optimizer in dict.fromkeys(one.optimizer for one in stepped):
         kind = type(optimizer)
@@ -52,6 +53,12 @@ def refuse_unsupported(stepped: list[Stepped]) -> list[Stepped]:
             why = next((text for word, text in _WHY.items() if word in name), "it is not known to work by element")
             raise ConfigError(
                 f"optimizer {name} cannot be replayed from a log of gradients: {why}; gradients=False saves without one"
+            )
+    for one in stepped:
+        if one.key.is_complex():
+            raise ConfigError(
+                f"parameter {one.members[0]!r} is {one.key.dtype}: gradients of complex parameters are not logged; "
+                f"gradients=False saves without a log"
             )
     if not stepped:
         raise ConfigError("this engine has no optimizer whose gradients could be logged; gradients=False saves without")

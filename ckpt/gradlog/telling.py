@@ -10,10 +10,10 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ckpt.errors import CkptError, MalformedData, MissingChunk
+from ckpt.errors import CkptError, MalformedData
 from ckpt.format.frames import HEADER
-from ckpt.format.pack import MAX_HEADER, parse_header
-from ckpt.gradlog.record import DOCUMENT, MAX_DOCUMENT, VERSION, Options, RankHead, Record, decode, read_options
+from ckpt.gradlog.record import Options, RankHead, Record, read_options
+from ckpt.gradlog.replaying.opened import Opened
 from ckpt.layout.spec import ITEMSIZE
 from ckpt.runtime.extras import ENGINE
 from ckpt.runtime.objects import decode_object
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from ckpt.repo.log_files import Place
     from ckpt.store.base import Store
 
-FIRST = 64 << 10
-"""Bytes of a record that are read at first: nearly always its header is in them, and a small record whole."""
 MAX_NUMEL = 1 << 60
 MAX_SECONDS = 1e9
 _SCALERS = ("loss_scaler", "scaler")
@@ -62,30 +60,13 @@ def read_words(store: Store, place: Place, rank: int) -> tuple[Record, int]:
     """Return the record at a place without its tensors, and how many bytes its gradients have.
 
     Raises:
-        MalformedData, MissingChunk: it is none.
+        MalformedData: it is none, or another one.
     """
-    where = f"{place.key}: the record of step {place.step}"
-    data = store.get(place.key, place.start, min(FIRST, place.nbytes))
-    length = 8 + int.from_bytes(data[:8], "little")
-    if length > min(place.nbytes, 8 + MAX_HEADER):
-        raise MalformedData(f"{where}: a header of {length} bytes in a record of {place.nbytes}")
-    if length > len(data):
-        data = store.get(place.key, place.start, length)
-    table = parse_header(data[:length], place.nbytes, where)
-    if DOCUMENT not in table:
-        raise MissingChunk(f"{where}: tensor {DOCUMENT!r} is not there")
-    _, _, start, stop = table[DOCUMENT]
-    if stop - start > MAX_DOCUMENT:
-        raise MalformedData(f"{where}: a document of {stop - start} bytes, at most {MAX_DOCUMENT} are read")
-    text = data[start:stop] if stop <= len(data) else store.get(place.key, place.start + start, stop - start)
-    record = decode(text, Record, where)
-    if (record.format, record.step, record.rank) != (VERSION, place.step, rank):
-        raise MalformedData(
-            f"{where}: of version {record.format}, step {record.step} and rank {record.rank}, "
-            f"expected {VERSION}, {place.step} and {rank}"
-        )
+    opened = Opened(store, place, rank)
+    record = opened.record
     names = {one.name for call in record.calls for one in call.gradients}
-    return record, sum(table[name][3] - table[name][2] for name in names if name in table)
+    spans = [opened.span(name) for name in names if name in opened]
+    return record, sum(stop - start for start, stop in spans)
 
 
 def numel_of(head: RankHead, where: str) -> list[int]:

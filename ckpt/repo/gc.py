@@ -92,8 +92,7 @@ def collect(
 
     Raises:
         NoSuchCheckpoint: there is no repository here.
-        RepositoryError: commits, indexes or what logs say of themselves cannot be read, all of them listed; nothing
-            was deleted.
+        RepositoryError: commits or indexes cannot be read, all of them listed; nothing was deleted.
         StoreError: the store refused or failed; garbage that is left is found by the next collection.
     """
     return _Collection(store, older_than_s, dry_run, ended).run()

@@ -1,7 +1,8 @@
 """Gradient logs that lead nowhere, for a collection: found, judged by age, removed with what leads to them last.
 
 What a log needs to lead from a checkpoint to a later step is never in question: records, and the heads of every log on
-the way. Where a log has lost its head, nobody knows what leads to it and to those that follow it: they stay.
+the way. Where a log has lost its head, nobody knows what leads to it and to those that follow it: they stay. Where a
+head cannot be read, so do all logs before it, because it may go on from any of them.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING
 
-from ckpt.errors import CkptError, RepositoryError, is_damage
 from ckpt.repo.lineage import HEAD, log_key
 from ckpt.repo.log_needs import EMPTY, needs_of, unneeded
 from ckpt.store.base import ObjectInfo
@@ -37,17 +37,13 @@ class UnneededLog:
 
 
 class UnneededLogs:
-    """What was listed below ``log/`` and is not needed.
-
-    Raises:
-        RepositoryError: a log says of itself what cannot be read; it might lead anywhere.
-    """
+    """What was listed below ``log/`` and is not needed."""
 
     def __init__(self, store: Store, listed: Sequence[ObjectInfo]) -> None:
         self._store = store
         self.found: list[UnneededLog] = []
         if listed:
-            needs = self._needs()
+            needs = needs_of(self._store)
             found = unneeded(store, needs, listed)
             self.found = [
                 UnneededLog(
@@ -56,20 +52,12 @@ class UnneededLogs:
                 for one in found
             ]
 
-    def _needs(self) -> Needs:
-        try:
-            return needs_of(self._store)
-        except CkptError as error:
-            if not is_damage(error):
-                raise
-            raise RepositoryError(
-                f"nothing is deleted from {self._store.url}: what a gradient log says of itself cannot be read, and it "
-                f"might lead anywhere: {error}"
-            ) from error
-
     def remove(self, one: UnneededLog) -> str:
         """Remove it unless a checkpoint leads to it by now. Returns why it stays; empty if it is gone."""
-        again = unneeded(self._store, self._needs(), one.infos)
+        needs = needs_of(self._store)
+        again = unneeded(self._store, needs, one.infos)
+        if again and (why := _kept(needs, again[0])):
+            return why
         if {info.key for found in again for info in found.infos} != {info.key for info in one.infos}:
             return "a checkpoint leads to it meanwhile"
         for info in sorted(one.infos, key=_order):
@@ -86,9 +74,7 @@ def _order(info: ObjectInfo) -> tuple[int, str]:
 def _kept(needs: Needs, one: Unneeded) -> str:
     if one.kind != EMPTY and one.number in needs.headless:
         return f"{log_key(one.number)}/{HEAD} is not there, so nobody knows what leads to it"
-    if needs.follows_a_headless(one.number):
-        return f"it follows a log whose {HEAD} is not there"
-    return ""
+    return needs.unknown(one.number)
 
 
 def _age(needs: Needs, number: int, infos: Sequence[ObjectInfo]) -> float | None:

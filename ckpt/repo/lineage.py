@@ -7,6 +7,7 @@ point where it left the one before; what an earlier run had logged behind that p
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
@@ -14,6 +15,7 @@ import msgspec
 from ckpt.errors import (
     CheckpointExists,
     CkptError,
+    FormatError,
     MalformedData,
     NoSuchCheckpoint,
     ObjectExists,
@@ -42,6 +44,7 @@ class LogHead(msgspec.Struct, frozen=True, kw_only=True):
     ``start``: the step behind which the first record comes. The state at ``start`` is that of the checkpoint
     ``attempt``, if that is not empty, and that of log number ``follows`` behind its record of ``start``, if not None.
     With both, the checkpoint was loaded, and that log passes through it: its records up to there are no condition.
+    ``run``: 32 hexadecimal digits that no other log has; its records carry them too (empty: written before they did).
     """
 
     format: int
@@ -51,6 +54,18 @@ class LogHead(msgspec.Struct, frozen=True, kw_only=True):
     attempt: str = ""
     follows: int | None = None
     created: str = ""
+    run: str = ""
+
+
+class Heads(NamedTuple):
+    """Number -> head of all logs that say what they are, and number -> why not of those that say what nobody can read.
+
+    Where one of the latter belongs is not known. It does not matter to a history that was begun later and has
+    checkpoints of its own; one with a higher number may be the history that counts.
+    """
+
+    sound: dict[int, LogHead]
+    damaged: dict[int, CkptError]
 
 
 class Span(NamedTuple):
@@ -95,6 +110,8 @@ def read_head(store: Store, number: int) -> LogHead | None:
         raise MalformedData(f"{key}: is of log {head.number}, expected {number}")
     if not (0 <= head.start < MAX_STEP and 1 <= head.world <= MAX_WORLD):
         raise MalformedData(f"{key}: begins behind step {head.start} with {head.world} ranks")
+    if head.run and re.fullmatch(r"[0-9a-f]{32}", head.run) is None:
+        raise MalformedData(f"{key}: run {head.run[:40]!r}, expected 32 hexadecimal digits")
     # Numbers ascend in time, so this also keeps logs from following each other in a circle.
     if head.follows is not None and not 0 < head.follows < number:
         raise MalformedData(f"{key}: follows log {head.follows}, expected one before log {number}")
@@ -146,14 +163,39 @@ def heads_of(store: Store) -> dict[int, LogHead]:
     Raises:
         MalformedData, UnsupportedVersion: one of them says what this release cannot read.
     """
-    found = {n: head for n in log_numbers(store) if (head := read_head(store, n)) is not None}
-    for n, head in found.items():
-        before = found.get(head.follows) if head.follows is not None else None
-        if before is not None and before.start > head.start:
-            raise MalformedData(
+    found = known_heads(store)
+    for error in found.damaged.values():
+        raise error
+    return found.sound
+
+
+def known_heads(store: Store) -> Heads:
+    """Return the heads of all logs, as far as they can be read.
+
+    Raises:
+        StoreError: the store is busy or refuses this user.
+    """
+    found = Heads({}, {})
+    for number in log_numbers(store):
+        try:
+            head = read_head(store, number)
+        except CkptError as error:
+            if not is_damage(error):
+                raise
+            found.damaged[number] = error
+            continue
+        if head is not None:
+            found.sound[number] = head
+    for n, head in list(found.sound.items()):
+        before = found.sound.get(head.follows) if head.follows is not None else None
+        if before is not None and before.start > head.start:  # nobody knows which of the two is wrong
+            text = (
                 f"{log_key(n)}/{HEAD}: begins behind step {head.start}, but follows log {before.number}, which begins "
                 f"behind step {before.start}"
             )
+            found.damaged.update(dict.fromkeys((n, before.number), MalformedData(text)))
+    for n in found.damaged:
+        found.sound.pop(n, None)
     return found
 
 
@@ -161,14 +203,38 @@ def ways(store: Store) -> list[Way]:
     """Return, for each checkpoint that a log passes through, the way forward from it along the newest history.
 
     The last of them begins at the newest such checkpoint.
+
+    Raises:
+        FormatError: a log that may be of a newer history says what this release cannot read.
     """
-    heads = heads_of(store)
-    commits = commits_of(store) if heads else {}
-    for newest in sorted(heads, reverse=True):  # one that was just begun may have no checkpoint yet
-        found = ways_along(heads, newest, commits)
+    found, doubt = known_ways(store)
+    if doubt is not None:
+        raise doubt
+    return found
+
+
+def known_ways(store: Store) -> tuple[list[Way], FormatError | None]:
+    """Return what :func:`ways` does of what can be read, and why there may be a newer history; None: there is none."""
+    heads = known_heads(store)
+    commits = commits_of(store) if heads.sound else {}
+    doubt: FormatError | None = None
+    for newest in sorted((*heads.sound, *heads.damaged), reverse=True):
+        if newest in heads.damaged:
+            doubt = doubt or _doubt(newest, heads.damaged[newest])
+            continue
+        found = ways_along(heads.sound, newest, commits)
         if found:
-            return found
-    return []
+            return found, doubt
+        # One that was just begun may have no checkpoint yet; one of which the beginning is damaged may have some.
+        before = chain_of(heads.sound, newest)[0].follows
+        if before in heads.damaged:
+            doubt = doubt or _doubt(before, heads.damaged[before])
+    return [], doubt
+
+
+def _doubt(number: int, error: CkptError) -> FormatError:
+    kind = type(error) if isinstance(error, FormatError) else MalformedData
+    return kind(f"{error}; where log {number} belongs is not known, and it may lead to a later step than what is known")
 
 
 def chain_of(heads: Mapping[int, LogHead], newest: int) -> list[LogHead]:
@@ -197,26 +263,39 @@ def _is_on(commit: CommitBody, head: LogHead) -> bool:
     return commit.log == head.number or (commit.step == head.start and commit.attempt == head.attempt)
 
 
-def ways_to(store: Store, step: int | None) -> list[Way]:
+def ways_to(store: Store, step: int | None) -> tuple[list[Way], FormatError | None]:
     """Return how to come to a step, or (None) as far as possible: then each way is to be asked how far it goes.
 
-    The first one needs no log: it is the newest checkpoint, or the one of ``step``.
+    The first one needs no log: it is the newest checkpoint, or the one of ``step``. Also why that may not be the way
+    of the newest history, as :func:`known_ways`; never of a step that is a checkpoint.
 
     Raises:
         NoSuchCheckpoint: the root is empty, or nothing leads to ``step``.
+        FormatError: nothing that can be read leads to ``step``, and a log says what this release cannot read.
     """
     repo = Repository(store)
     repo.check_marker()
     if step is None:
         newest = repo.pick(None)
-        return [Way(newest, ()), *reversed(ways(store))]
+        found, doubt = known_ways(store)
+        return [Way(newest, ()), *reversed(found)], doubt
     if repo.has(step):
-        return [Way(step, ())]
-    found = [_cut(one, step) for one in ways(store) if one.step < step]
+        return [Way(step, ())], None
+    known, doubt = known_ways(store)
+    found = [_cut(one, step) for one in known if one.step < step]
     if not found:
+        if doubt is not None:
+            raise doubt
+        _raise_damaged(store)
         repo.pick(step)  # raises, and says what there is
         raise NoSuchCheckpoint(f"no checkpoint of step {step} in {store.url}")
-    return found[::-1]
+    return found[::-1], doubt
+
+
+def _raise_damaged(store: Store) -> None:
+    """Raise if a log that says what nobody can read may be why nothing leads to a step."""
+    for number, error in sorted(known_heads(store).damaged.items(), reverse=True):
+        raise _doubt(number, error)
 
 
 def log_behind(store: Store, base: int, step: int) -> int | None:
@@ -224,7 +303,7 @@ def log_behind(store: Store, base: int, step: int) -> int | None:
 
     A job that was brought back to ``step`` continues that one, whatever logs others have begun since.
     """
-    for way in ways(store):
+    for way in known_ways(store)[0]:  # what was loaded is along what can be read
         numbers = [span.number for span in way.spans if span.first <= step] if way.step == base else []
         if numbers:
             return numbers[-1]

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from ckpt.errors import CheckpointExists, DigestMismatch, MalformedData, ObjectNotFound
 from ckpt.format.frames import HEADER, seal
 from ckpt.repo.lineage import HEAD, MAX_HEAD, commits_of, log_key, ways
-from ckpt.repo.log_files import PIECE, RANK_HEAD, damage_of, files_of, places_in, rank_prefix, ranks_of
+from ckpt.repo.log_files import DIRECTORY, PIECE, RANK_HEAD, damage_of, files_of, places_in, rank_prefix, ranks_of
 from ckpt.repo.transfer import AHEAD_BYTES
 from ckpt.store.blocks import Blocks
 
@@ -39,7 +39,7 @@ class LogFile:
 
 @dataclass(slots=True)
 class LogToCopy:
-    """``said``: its ``log.json``, to the byte. ``heads``: keys of what its ranks say."""
+    """``said``: its ``log.json``, to the byte. ``heads``: keys of its directory and of what its ranks say."""
 
     number: int
     said: bytes
@@ -69,6 +69,7 @@ def survey_logs(src: Store, dst: Store, steps: Sequence[int]) -> list[LogToCopy]
 def _survey(src: Store, number: int, first: int, last: int | None) -> LogToCopy:
     one = LogToCopy(number, src.get(f"{log_key(number)}/{HEAD}", 0, MAX_HEAD))
     sizes = {info.key: info.nbytes for info in src.walk(log_key(number))}
+    one.heads += [key for key in (f"{log_key(number)}/{DIRECTORY}",) if key in sizes]
     for rank in sorted(ranks_of(src, number)):
         head = f"{rank_prefix(log_key(number), rank)}/{RANK_HEAD}"
         if head in sizes:

@@ -10,16 +10,20 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
-from ckpt.errors import MalformedData
+from ckpt.errors import CkptError, MalformedData, is_damage
 from ckpt.format.frames import HEADER, parse_frame, seal
-from ckpt.repo.lineage import log_key
+from ckpt.repo.lineage import log_key, read_head
+from ckpt.repo.log_words import check_rank_head, check_record
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
+    from ckpt.repo.lineage import LogHead
     from ckpt.store.base import Store
 
 RANK_HEAD = "head.json"
+DIRECTORY = "directory.json.zst"
+"""Beside ``log.json``: which rank has logged what (:mod:`ckpt.gradlog.directory`)."""
 DIGITS = 12
 SUFFIX = ".log"
 PIECE = 8 << 20
@@ -126,7 +130,15 @@ def places_in(store: Store, key: str) -> Iterator[Place | str]:
 
 
 def look(
-    store: Store, number: int, rank: int, first: int | None = None, last: int | None = None, *, whole: bool = True
+    store: Store,
+    number: int,
+    rank: int,
+    first: int | None = None,
+    last: int | None = None,
+    *,
+    whole: bool = True,
+    known: Callable[[Place], bool] | None = None,
+    run: str | None = None,
 ) -> Iterator[Place | Trouble]:
     """Yield the sound records of a rank in order, and in between what is wrong; never stops at the first finding.
 
@@ -137,6 +149,8 @@ def look(
         first: the step of the first record that is wanted, and expected; None: whichever is the first.
         last: of the last one; None: to the end.
         whole: look at every byte; else at headers alone, and a record is taken for sound if all of it is there.
+        known: whether a record's bytes are known to be sound without a look at them here.
+        run: of the log: a record that is looked at must be of this run and of ``rank``; None: whosoever it is.
 
     Raises:
         StoreError: the store does not answer, or a file is one that it will never give (see :func:`is_damage`).
@@ -156,25 +170,67 @@ def look(
             if last is not None and place.step > last:
                 return
             if before is not None and place.step != before + 1:
-                text = f"{key}: behind step {before} comes step {place.step}: a gap"
-                yield Trouble(GAP, key, place.step, text)
-            damage = damage_of(store, place) if whole else ""
+                yield _out_of_order(key, before, place.step)
+            damage = foreign = ""
+            if whole and not (known is not None and known(place)):
+                damage, data = _looked_at(store, place)
+                foreign = "" if damage or run is None else _foreign(store, place, rank, run, data)
             if damage:
                 at_end = is_last and place.start + place.nbytes + 8 > (store.size(key) or 0)
                 yield Trouble(TORN if at_end else DAMAGE, key, place.step, damage)
+            elif foreign:
+                yield Trouble(DAMAGE, key, place.step, foreign)
             elif before is None or place.step > before:
                 yield place
             before = place.step
 
 
-def scan(store: Store, number: int, rank: int, first: int, last: int | None) -> Scan:
+def _out_of_order(key: str, before: int, step: int) -> Trouble:
+    """Say what is wrong with a record that does not follow the one before it."""
+    if step > before:
+        return Trouble(GAP, key, step, f"{key}: behind step {before} comes step {step}: a gap")
+    if step == before:
+        return Trouble(DAMAGE, key, step, f"{key}: the record of step {step} comes twice")
+    return Trouble(DAMAGE, key, step, f"{key}: behind step {before} comes step {step} again")
+
+
+def _foreign(store: Store, place: Place, rank: int, run: str, data: bytes) -> str:
+    """Return why a record, every byte of which is as it was written, is none of this log; empty if it is."""
+    try:
+        check_record(store, place, rank, run, data)
+    except CkptError as error:
+        if not is_damage(error):
+            raise
+        return str(error)
+    return ""
+
+
+def scan(
+    store: Store,
+    number: int,
+    rank: int,
+    first: int,
+    last: int | None,
+    known: Callable[[Place], bool] | None = None,
+) -> Scan:
     """Look at every record of a rank from step ``first`` to ``last`` (None: to the end), digests included.
+
+    Also at what the rank says of its part, without which no record of it can be read.
+
+    ``known``: as in :func:`look`.
 
     Raises:
         StoreError: the store does not answer.
+        MalformedData, UnsupportedVersion: ``log.json`` says what this release cannot read.
     """
     found = Scan(rank, first, first - 1)
-    for one in look(store, number, rank, first, last):
+    head = read_head(store, number)
+    if head is not None and files_of(store, number, rank):
+        found.trouble = _trouble_of_head(store, head, rank)
+        if found.trouble:
+            return found
+    run = None if head is None else head.run
+    for one in look(store, number, rank, first, last, known=known, run=run):
         if isinstance(one, Trouble):
             if one.kind == TORN:
                 found.torn = one.text
@@ -186,12 +242,30 @@ def scan(store: Store, number: int, rank: int, first: int, last: int | None) -> 
     return found
 
 
+def _trouble_of_head(store: Store, head: LogHead, rank: int) -> str:
+    """Return what is wrong with what a rank says of its part; empty if nothing is."""
+    key = f"{rank_prefix(log_key(head.number), rank)}/{RANK_HEAD}"
+    try:
+        check_rank_head(store.get(key), head, rank, key)
+    except CkptError as error:
+        if not is_damage(error):
+            raise
+        return f"what rank {rank} says of its part of log {head.number} cannot be read: {error}"
+    return ""
+
+
 def damage_of(store: Store, place: Place) -> str:
     """Return what is wrong with the bytes of a record; empty if nothing is."""
-    running = seal(place.step, place.nbytes)
+    return _looked_at(store, place)[0]
+
+
+def _looked_at(store: Store, place: Place) -> tuple[str, bytes]:
+    """Return what is wrong with the bytes of a record (empty: nothing), and the first of them, at most a piece."""
+    running, first = seal(place.step, place.nbytes), b""
     for at in range(0, place.nbytes, PIECE):
         data = store.get(place.key, place.start + at, min(PIECE, place.nbytes - at))
+        first = data if not at else first
         running.add(data)
     if running.raw() != place.digest:
-        return f"{place.key}: the record of step {place.step} is not what was written (its digest differs)"
-    return ""
+        return f"{place.key}: the record of step {place.step} is not what was written (its digest differs)", first
+    return "", first

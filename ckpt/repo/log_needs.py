@@ -10,25 +10,29 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, NamedTuple
 
-from ckpt.repo.lineage import ROOT, chain_of, commits_of, heads_of, log_key, log_numbers, ways_along
+from ckpt.repo.lineage import HEAD, ROOT, chain_of, commits_of, known_heads, log_key, log_numbers, ways_along
 from ckpt.repo.log_files import SUFFIX, files_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
+    from ckpt.errors import CkptError
     from ckpt.repo.lineage import LogHead, Way
     from ckpt.store.base import ObjectInfo, Store
 
 LOG, EMPTY, GIVEN_UP = "log", "empty log", "given-up log"
 """Kinds of what is not needed: no checkpoint leads to it; it has no record; its steps were taken anew."""
 
-_KEY = re.compile(rf"{ROOT}/(\d{{6,18}})/(?:log\.json|rank(\d{{5,7}})/(?:head\.json|(\d{{1,18}})\.log))")
+_KEY = re.compile(
+    rf"{ROOT}/(\d{{6,18}})/(?:log\.json|directory\.json\.zst|rank(\d{{5,7}})/(?:head\.json|(\d{{1,18}})\.log))"
+)
 
 
 class Needs(NamedTuple):
     """``heads``: all logs. ``ways``: the newest history's. ``records``: log -> (first, last) of records that are
     needed, None: to the end; a log that is needed for its head alone has none that exist. ``led``: logs that a
-    checkpoint leads to. ``headless``: those that have records, and say nothing of themselves.
+    checkpoint leads to. ``headless``: those that have records, and say nothing of themselves. ``damaged``: those that
+    say what nobody can read, and why.
     """
 
     heads: Mapping[int, LogHead]
@@ -36,6 +40,7 @@ class Needs(NamedTuple):
     records: dict[int, list[tuple[int, int | None]]]
     led: frozenset[int]
     headless: frozenset[int]
+    damaged: Mapping[int, CkptError]
 
     def has(self, number: int, first: int, last: int | None) -> bool:
         """Is any of these records of a log needed?"""
@@ -44,18 +49,30 @@ class Needs(NamedTuple):
                 return True
         return False
 
-    def follows_a_headless(self, number: int) -> bool:
-        """Does a log continue one that is there and has lost its head? Then what leads to it is not known."""
-        return number in self.heads and chain_of(self.heads, number)[0].follows in self.headless
+    def unknown(self, number: int) -> str:
+        """Return why nobody knows whether a log is needed that nothing needs which can be read; empty: it is known.
+
+        A log whose head is damaged may follow any of those before it; what leads to one that follows it, or one that
+        has lost its head, is not known either.
+        """
+        if number in self.damaged:
+            return f"{log_key(number)}/{HEAD} cannot be read, so nobody knows what leads to it"
+        after = min((n for n in self.damaged if n > number), default=None)
+        if after is not None:
+            return f"log {after}, whose {HEAD} cannot be read, may go on from it"
+        before = chain_of(self.heads, number)[0].follows if number in self.heads else None
+        if before in self.headless:
+            return f"it follows a log whose {HEAD} is not there"
+        return f"it follows a log whose {HEAD} cannot be read" if before in self.damaged else ""
 
 
 def needs_of(store: Store) -> Needs:
-    """Return which records are needed.
+    """Return which records are needed, as far as can be read what the logs say of themselves.
 
     Raises:
-        MalformedData, UnsupportedVersion: a log says of itself what this release cannot read.
+        StoreError: the store is busy or refuses this user.
     """
-    heads = heads_of(store)
+    heads, damaged = known_heads(store)
     commits = commits_of(store) if heads else {}
     found = {number: ways for number in heads if (ways := ways_along(heads, number, commits))}
     newest = max(found, default=None)
@@ -68,9 +85,17 @@ def needs_of(store: Store) -> Needs:
             last = span.last if ends is None else ends if span.last is None else min(span.last, ends)
             if ends is None or (last is not None and span.first <= last):
                 records.setdefault(span.number, []).append((span.first, last))
-    headless = [n for n in log_numbers(store) if n not in heads and _has_records(store, n)]
+    headless = [n for n in log_numbers(store) if n not in heads and n not in damaged and _has_records(store, n)]
     ways = found[newest] if newest is not None else []
-    return Needs(heads, ways, records, frozenset(found), frozenset(headless))
+    return Needs(heads, ways, records, frozenset(found), frozenset(headless), damaged)
+
+
+def headless_after(store: Store, number: int) -> list[int]:
+    """Return the logs after ``number`` that have records and do not say what they are: a copy that has not come to its
+    end, or a head that is lost.
+    """
+    numbers = [n for n in log_numbers(store) if n > number and store.size(f"{log_key(n)}/{HEAD}") is None]
+    return [n for n in numbers if _has_records(store, n)]
 
 
 def _has_records(store: Store, number: int) -> bool:

@@ -9,15 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import msgspec
-
-from ckpt.errors import CkptError, MalformedData, StoreError, is_damage
-from ckpt.format.frames import HEADER, VERSION
-from ckpt.format.manifest import parse
+from ckpt.errors import CkptError, StoreError, is_damage
+from ckpt.format.frames import HEADER
 from ckpt.repo.findings import DAMAGE, GARBAGE, Finding
-from ckpt.repo.lineage import HEAD, ROOT, log_key, log_numbers, read_head
+from ckpt.repo.lineage import HEAD, ROOT, log_key
 from ckpt.repo.log_files import RANK_HEAD, TORN, Place, Runs, look, rank_prefix, ranks_of
 from ckpt.repo.log_needs import EMPTY, GIVEN_UP, LOG, needs_of, unneeded
+from ckpt.repo.log_words import check_rank_head
 from ckpt.words import listed
 
 if TYPE_CHECKING:
@@ -47,14 +45,6 @@ class LogsChecked:
     garbage: int = 0
 
 
-class _RankHead(msgspec.Struct, frozen=True):
-    """What must be right in the head of a rank's part for its records to be read at all."""
-
-    format: int
-    rank: int
-    world: int
-
-
 def verify_logs(store: Store, progress: Callable[[int], None] = lambda _nbytes: None) -> LogsChecked:
     """Check all logs.
 
@@ -66,9 +56,9 @@ def verify_logs(store: Store, progress: Callable[[int], None] = lambda _nbytes: 
         StoreError: the store is busy or refuses this user.
     """
     result = LogsChecked()
-    if not _heads_are_sound(store, result):
-        return result
     needs = needs_of(store)
+    for number, error in needs.damaged.items():
+        _damage(result, error, f"{log_key(number)}/{HEAD}", None)
     for number in sorted(needs.records):
         result.logs.append(number)
         head, there = needs.heads[number], ranks_of(store, number)
@@ -76,21 +66,6 @@ def verify_logs(store: Store, progress: Callable[[int], None] = lambda _nbytes: 
         _check_joint(needs, head, sound, result)
     _garbage(store, needs, result)
     return result
-
-
-def _heads_are_sound(store: Store, result: LogsChecked) -> bool:
-    """Can what the logs say of themselves be read? If not, nobody knows which of them lead where."""
-    for number in log_numbers(store):
-        try:
-            read_head(store, number)
-        except CkptError as error:
-            _damage(result, error, f"{log_key(number)}/{HEAD}", None)
-    if not result.findings:
-        try:
-            needs_of(store)
-        except CkptError as error:  # each for itself could be read: they do not fit together
-            _damage(result, error, str(error).partition(": ")[0], None)
-    return not result.findings
 
 
 def _damage(result: LogsChecked, error: CkptError, key: str, step: int | None) -> None:
@@ -113,7 +88,7 @@ def _check_rank(
     first, sound = min(start for start, _ in needs.records[head.number]), Runs()
     prefix = rank_prefix(log_key(head.number), rank)
     try:
-        for one in look(store, head.number, rank, first):
+        for one in look(store, head.number, rank, first, run=head.run):
             if isinstance(one, Place):
                 result.records += 1
                 result.nbytes += one.nbytes
@@ -126,20 +101,10 @@ def _check_rank(
                 if needs.has(head.number, step, step if one.step is None else one.step):
                     result.findings.append(Finding(DAMAGE, one.key, one.text, _base(needs, head.number, step)))
         if sound.runs:
-            _check_head(store, head, rank)
+            check_rank_head(store.get(f"{prefix}/{RANK_HEAD}"), head, rank, f"{prefix}/{RANK_HEAD}")
     except CkptError as error:
         _damage(result, error, f"{prefix}/{RANK_HEAD}", _base(needs, head.number, first))
     return sound
-
-
-def _check_head(store: Store, head: LogHead, rank: int) -> None:
-    key = f"{rank_prefix(log_key(head.number), rank)}/{RANK_HEAD}"
-    said = parse(store.get(key), _RankHead, key)
-    if (said.format, said.rank, said.world) != (VERSION, rank, head.world):
-        raise MalformedData(
-            f"{key}: of version {said.format} and rank {said.rank} of {said.world}, expected {VERSION} and {rank} of "
-            f"{head.world}"
-        )
 
 
 def _check_joint(needs: Needs, head: LogHead, sound: dict[int, Runs], result: LogsChecked) -> None:
@@ -163,6 +128,8 @@ def _check_joint(needs: Needs, head: LogHead, sound: dict[int, Runs], result: Lo
 
 def _garbage(store: Store, needs: Needs, result: LogsChecked) -> None:
     for one in unneeded(store, needs, store.walk(ROOT)):
+        if needs.damaged and needs.unknown(one.number):
+            continue
         nbytes = sum(info.nbytes for info in one.infos)
         result.garbage += nbytes
         result.findings.append(Finding(GARBAGE, one.key, f"{WHY[one.kind]} ({nbytes} bytes)"))

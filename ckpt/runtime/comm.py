@@ -62,6 +62,7 @@ class Comm:
         self._last_beat = 0.0
         self._beats = 0
         self._hosts: dict[int, str] = {}
+        self.doubt: Callable[[], str] = str  # why ranks that have not come never will; asked by one that waits long
 
     @property
     def store(self) -> KeyValue:
@@ -337,14 +338,15 @@ class Comm:
         while not kv.check([done]):
             now = time.monotonic()
             dead = self._dead_neighbours(key) if now > look else []
-            over_time = now > started + self.timeout
+            doubt = self.doubt() if now > max(look, started + TELL_SECONDS) else ""
+            over_time = bool(doubt) or now > started + self.timeout
             absent = self._absent(key) if over_time or (not told and now > started + TELL_SECONDS) else []
             look = now + NEIGHBOUR_SECONDS if now > look else look
             if dead:
                 self._decide(key, StepOutcome(False, f"enter {name}", dict.fromkeys(dead, "its process is gone")))
             elif absent and over_time:
                 late = f"called ckpt.{name} earlier and had given up waiting"
-                missing = f"did not call ckpt.{name} within {self.timeout:g} s (every rank must call it)"
+                missing = doubt or f"did not call ckpt.{name} within {self.timeout:g} s (every rank must call it)"
                 failures = {r: late if r in gave_up else missing for r in absent}
                 self._decide(key, StepOutcome(False, f"enter {name}", failures))
             elif absent:

@@ -7,8 +7,8 @@ import os
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from ckpt.errors import ObjectExists
-from ckpt.store.local_system import mapped
+from ckpt.errors import ObjectExists, ObjectNotFound
+from ckpt.store.local_system import PAGE, mapped, release
 from ckpt.store.local_writer import sync_dir
 
 if TYPE_CHECKING:
@@ -36,9 +36,14 @@ class LocalAppender:
             with suppress(OSError):  # where the file system has no locks, nobody can ask who writes
                 fcntl.flock(self.fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
             sync_dir(os.path.dirname(self.path))
+        self._clean = self._size = 0
 
     def append(self, data: Sequence[Buffer]) -> None:
-        """Write all buffers behind what is there, then sync (a short write is continued)."""
+        """Write all buffers behind what is there, then sync (a short write is continued).
+
+        Raises:
+            ObjectNotFound: the file is not there any more under its name; what was written is nowhere.
+        """
         with mapped(self.key, self.store.url, "write"):
             left = [view for part in data if (view := memoryview(part).cast("B")).nbytes]
             while left:
@@ -48,6 +53,32 @@ class LocalAppender:
                 if done:
                     left[0] = left[0][done:]
             os.fdatasync(self.fd)
+            self._forget(sum(memoryview(part).nbytes for part in data))
+            self._check_there()
+
+    def _check_there(self) -> None:
+        """Check that a reader would find what was written: somebody may have removed or moved the folder of a job that
+        runs, and the file lives on without a name as long as it is open.
+        """
+        mine = os.fstat(self.fd)
+        try:
+            named = os.stat(self.path)
+        except (FileNotFoundError, NotADirectoryError):
+            named = None
+        if not mine.st_nlink or named is None or (named.st_dev, named.st_ino) != (mine.st_dev, mine.st_ino):
+            raise ObjectNotFound(
+                f"{self.key!r} in {self.store.url} was removed or moved while it was being written to", self.key
+            )
+
+    def _forget(self, nbytes: int) -> None:
+        """Give back the pages that are on the disk: a page that was used before costs less than a new one, step by
+        step, and a log does not push out what the training has cached. The last page is written to again.
+        """
+        self._size += nbytes
+        whole = self._size // PAGE * PAGE
+        if whole > self._clean and self.store.device(self.fd).cached:
+            release(self.fd, self._clean, whole - self._clean)
+            self._clean = whole
 
     def close(self) -> None:
         """Close the file; a network file system may report a lost write only here."""

@@ -14,7 +14,6 @@ import ckpt
 from ckpt.cli.log_document import document_of
 from ckpt.format.frames import HEADER, frame_of
 from ckpt.gradlog.history import history_of
-from ckpt.gradlog.record import decode_record
 from ckpt.repo.copying import copy_steps
 from ckpt.repo.gc import collect
 from ckpt.repo.lineage import heads_of
@@ -22,7 +21,7 @@ from ckpt.repo.log_reach import reaches
 from ckpt.repo.repository import Repository
 from ckpt.repo.verify import verify
 from ckpt.store.memory import MemoryStore
-from tests.harness.logged_jobs import frames_in, loaded, two_logs, with_objects
+from tests.harness.logged_jobs import frames_in, loaded, logged, parts_of, two_logs, with_objects
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -64,8 +63,7 @@ def forged(change: Callable[[dict[str, Any]], None], key: str = RECORD) -> dict[
     """Change what a record says, and make its digest right again."""
     objects, out = two_logs(), b""
     for step, payload in frames_in(objects[key]):
-        _, tensors = decode_record(memoryview(bytearray(payload)), key)
-        said = json.loads(bytes(tensors.raw("record")))
+        said = json.loads(parts_of(payload)["record"])
         change(said)
         out += repacked(step, payload, json.dumps(said).encode())
     return {**objects, key: out}
@@ -81,6 +79,19 @@ def repacked(step: int, payload: bytes, document: bytes) -> bytes:
     text += b" " * (-len(text) % 8)
     head = len(text).to_bytes(8, "little") + text
     return b"".join(map(bytes, frame_of(step, [head, payload[8 + length : 8 + length + start], document])))
+
+
+def test_records_and_heads_of_another_job_are_never_taken_for_the_own() -> None:
+    """The same training logged twice: every byte of a record is sound, and its step is the right one."""
+    mine, store = two_logs(), MemoryStore()
+    logged(store, 12, full_every=5)
+    logged(store, 3)
+    for key in (RECORD, HEAD, "log/000001/rank00000/000000000012.log", "log/000001/rank00000/head.json"):
+        with_one = {**mine, key: store.objects[key]}
+        with pytest.raises(ckpt.ReplayError, match=rf"{key}.*of run [0-9a-f]{{32}}, expected"):
+            loaded(with_objects(with_one))
+        assert survives(with_one)
+        assert key in {one.key for one in verify(Repository(with_objects(with_one))).findings}
 
 
 def test_what_the_attacks_begin_with_is_sound() -> None:
@@ -144,7 +155,7 @@ def test_logs_that_follow_each_other_in_a_circle(follows: dict[int, int]) -> Non
             heads_of(with_objects(objects))
 
 
-@pytest.mark.parametrize("name", ["start", "world", "number", "attempt", "created", "follows"])
+@pytest.mark.parametrize("name", ["start", "world", "number", "attempt", "created", "follows", "run"])
 @pytest.mark.parametrize("value", [-1, 3, 1 << 20, 1 << 70, "../../x", [], None])
 def test_each_value_of_a_log_replaced(name: str, value: Any) -> None:
     objects = two_logs()
@@ -169,6 +180,8 @@ HEADS = {
     "no kernels": lambda said: said.update(kernels=[]),
     "strange kernels": lambda said: said.update(kernels=[{"class": 3}]),
     "another world": lambda said: said.update(world=1 << 40),
+    "another run": lambda said: said.update(run="0" * 32),
+    "a run that is none": lambda said: said.update(run={"x": 1}),
 }
 
 
@@ -220,6 +233,8 @@ RECORDS = {
     "another rank": lambda said: said.update(rank=1),
     "another step": lambda said: said.update(step=3),
     "another version": lambda said: said.update(format=9),
+    "another run": lambda said: said.update(run="0" * 32),
+    "a run that is none": lambda said: said.update(run=[1]),
     "a square that is none": lambda said: said.update(square=-1.0),
     "a huge square": lambda said: said.update(square=1.7e308),
     "samples beyond": lambda said: said.update(samples=[[1 << 62, 1.0], [-5, 0.0]]),

@@ -9,7 +9,7 @@ import pytest
 
 from ckpt.compact import cuts
 from ckpt.compact.job import compact
-from ckpt.gradlog.recover import find_recovery
+from ckpt.gradlog.replaying.recover import find_recovery
 from ckpt.repo.repository import Repository
 from ckpt.repo.verify import verify
 from ckpt.runtime.comm import Comm
@@ -71,7 +71,8 @@ def test_a_compaction_stops_at_every_operation(
         assert (done.step, done.exact) == (2 * STEPS, None if committed[-1] else True)
         assert chunks(root) == wanted
         assert not list(root.rglob("*.log"))
-        assert verify(Repository(store)).findings == []
+        # A commit that was being written may have left its temporary file, which `gc` takes.
+        assert [one for one in verify(Repository(store)).findings if "/.tmp-" not in one.key] == []
         assert end_of(root) == 2 * STEPS
         shutil.rmtree(root)
     assert committed == sorted(committed), "once committed, always committed"

@@ -63,7 +63,21 @@ def train_and_die(
     keeper.flush()
     if keeper._handle is not None:  # the test says which full save is the last
         keeper._handle.durable.wait(60)
+    if keeper._peers is not None:
+        _wait_for_copies(keeper, first + steps)
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _wait_for_copies(keeper: ckpt.Checkpointer, step: int) -> None:
+    """Wait until the copies of all ranks' records, up to that of ``step``, are where they should be."""
+    peers, log = keeper._peers, keeper._log
+    assert peers is not None
+    assert log is not None
+    with peers._changed:
+        for source in peers._sources:
+            while peers.keeper.memory.place(log.head.run, source, step) is None:
+                assert peers._changed.wait(30), source
+    dist.barrier()
 
 
 def train_and_die_writing(
@@ -136,6 +150,7 @@ def come_back(
     steps: int,
     start: dict[str, Any] | None = None,
     after: int = AFTER,
+    tell_reads: bool = False,
     **options: Any,
 ) -> dict[str, Any]:
     """Load into an engine of other weights; compare with a job that was never interrupted, now and some steps later."""
@@ -157,6 +172,8 @@ def come_back(
     }
     found["losses"] = job.train(after, steps) == expected
     found["end"] = same(end, held(job.adapter))
+    if tell_reads:
+        found["reads"] = [report.log_bytes, report.log_bytes_from_memory]
     return found
 
 
@@ -180,6 +197,7 @@ def elsewhere(
         "replayed": report.replayed,
         "exact": report.exact,
         "deviation": report.deviation,
+        "off": [report.compared > 0, report.differing],
         "notes": list(report.notes),
         "same": same(held(job.adapter), replayed),
         "tensors": len(replayed),

@@ -106,7 +106,7 @@ def test_a_log_is_replayed_in_another_layout(name: str, tmp_path: Path) -> None:
     ranks(saved_world, f"{CASES}:train_and_save", full_every=4, log={"keep": None}, **common, **saved).values()
     for rank, one in enumerate(ranks(world, f"{CASES}:elsewhere", **common, **options).values()):
         assert one.pop("tensors") > 10
-        assert one.pop("deviation") in (None, 0.0)
+        assert (one.pop("deviation"), one.pop("off")) == (0.0, [True, 0])
         notes = [note for note in one.pop("notes") if "log" in note or "repeated" in note]
         assert not notes, rank
         assert one == {"step": 6, "replayed": 2, "exact": None, "same": []}, rank

@@ -11,14 +11,14 @@ import torch
 
 import ckpt
 from ckpt.format.frames import HEADER, frame_of, parse_frame
-from ckpt.gradlog.record import decode_record, encode_record
+from ckpt.format.pack import parse_header
+from ckpt.gradlog.record import DOCUMENT, Record, decode, encode_record
 from ckpt.store.memory import MemoryStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from ckpt.gradlog.record import Record
     from ckpt.store.base import Store
 
 WIDTH = 8
@@ -126,13 +126,19 @@ def frames_in(data: bytes) -> list[tuple[int, bytes]]:
     return found
 
 
+def parts_of(payload: bytes) -> dict[str, bytes]:
+    """Return the bytes of each tensor of a record, its words included."""
+    table = parse_header(payload, len(payload), "a record")
+    return {name: payload[start:stop] for name, (_, _, start, stop) in table.items()}
+
+
 def changed_record(data: bytes, change: Callable[[Record], Record]) -> bytes:
     """Return a file of records with each of them changed, and its digests right again."""
     out = b""
     for step, payload in frames_in(data):
-        record, tensors = decode_record(memoryview(bytearray(payload)), "a record")
-        names = [name for name in tensors._table if name != "record"]
-        raw = {name: ("uint8", [bytes(tensors.raw(name))]) for name in names}
+        parts = parts_of(payload)
+        record = decode(parts.pop(DOCUMENT), Record, "a record")
+        raw = {name: ("uint8", [data]) for name, data in parts.items()}
         out += b"".join(frame_of(step, encode_record(change(record), raw)))
     return out
 

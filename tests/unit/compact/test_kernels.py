@@ -12,8 +12,8 @@ from ckpt.compact.cuts import GRAIN
 from ckpt.compact.kernels import Kernel, why_not_exact
 from ckpt.engine.deepspeed_kernels import make_optimizer
 from ckpt.errors import ConfigError, ReplayError
-from ckpt.gradlog.log import software
 from ckpt.gradlog.record import RankHead
+from ckpt.gradlog.writing.log import software
 
 OPTIONS = {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1, "bias_correction": True}
 SIZE = GRAIN + 1003

@@ -15,7 +15,7 @@ from ckpt.format.digest import digest
 from ckpt.format.frames import frame_of
 from ckpt.gradlog.record import Entry, Part, RankHead, Record, encode_record
 from ckpt.gradlog.record import Loose as Said
-from ckpt.gradlog.recover import Stretch
+from ckpt.gradlog.replaying.recover import Stretch
 from ckpt.layout.box import Box
 from ckpt.layout.spec import TensorSpec
 from ckpt.repo.log_files import segment_key

@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from ckpt.errors import RepositoryError
+from ckpt.errors import FormatError
+from ckpt.gradlog.retention import retire
 from ckpt.repo.gc import collect
 from ckpt.repo.log_needs import EMPTY, GIVEN_UP, LOG
 from ckpt.repo.repository import Repository
@@ -111,13 +112,34 @@ def test_what_is_young_stays(tmp_path) -> None:
     assert (tmp_path / "log/000001/log.json").exists()
 
 
-def test_a_log_that_cannot_be_read_might_lead_anywhere_so_nothing_goes() -> None:
-    objects = two_logs()
-    store = with_objects({**objects, **moved_log(objects, 8, start=100), "log/000002/log.json": b"{"})
-    before = set(store.objects)
-    with pytest.raises(RepositoryError, match=r"nothing is deleted from memory: .*log/000002/log\.json"):
-        collect(store, 0)
-    assert set(store.objects) == before
+def test_a_log_that_cannot_be_read_may_go_on_from_any_before_it_so_those_stay() -> None:
+    objects = {**two_logs(), "log/000004/log.json": b"{"}
+    lost = {**moved_log(objects, 3, start=100), **moved_log(objects, 8, start=100)}
+    after = moved_log(objects, 9, start=100, follows=4)
+    store = with_objects({**objects, **lost, **after})
+    before = of_logs(store)
+    report = collect(store, 0)
+    assert {(one.kind, one.key) for one in report.removed} == {(LOG, "log/000008")}
+    assert of_logs(store) == {key for key in before if not key.startswith("log/000008/")}
+    assert {one.key: one.kept for one in report.kept} == {
+        "log/000003": "log 4, whose log.json cannot be read, may go on from it",
+        "log/000004": "log/000004/log.json cannot be read, so nobody knows what leads to it",
+        "log/000009": "it follows a log whose log.json cannot be read",
+    }
+
+
+def test_retention_keeps_what_a_damaged_head_may_need(caplog) -> None:
+    store = with_objects({**two_logs(), "log/000002/log.json": b"{"})
+    job = LoggedJob(store, load_options={"fallback": True}, full_every=3, keep=1)
+    job.train(7).close()
+    assert "old checkpoints could not be removed" not in caplog.text
+    assert Repository(store).steps() == [19]
+    assert not any(key.startswith(("log/000001/", "log/000002/")) for key in of_logs(store))  # both are of the past
+    store.put("log/000009/log.json", b"{")  # this may be of the present
+    before = of_logs(store)
+    with pytest.raises(FormatError, match="where log 9 belongs is not known"):
+        retire(store, 1)
+    assert of_logs(store) == before
 
 
 def test_records_whose_head_is_lost_stay_and_so_does_what_follows_them() -> None:

@@ -1,12 +1,18 @@
 from __future__ import annotations
 
 import json
+from typing import TYPE_CHECKING, Any
 
+import msgspec
 import pytest
 
+from ckpt.errors import ReplayError
 from ckpt.repo.repository import Repository
 from ckpt.repo.verify import DAMAGE, GARBAGE, verify
-from tests.harness.logged_jobs import frames_in, on_two_ranks, two_logs, with_objects
+from tests.harness.logged_jobs import changed_record, frames_in, loaded, on_two_ranks, two_logs, with_objects
+
+if TYPE_CHECKING:
+    from ckpt.store.memory import MemoryStore
 
 RANK = "log/000001/rank00000"
 
@@ -17,6 +23,23 @@ def findings(objects: dict[str, bytes]):
 
 def flipped(data: bytes, at: int) -> bytes:
     return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+
+
+def without_runs(objects: dict[str, bytes]) -> dict[str, bytes]:
+    """Logs as they were written before they had ids."""
+    found = {}
+    for key, data in objects.items():
+        if key.startswith("log/") and key.endswith(".json"):
+            data = json.dumps({k: v for k, v in json.loads(data).items() if k != "run"}).encode()
+        elif key.endswith(".log"):
+            data = changed_record(data, lambda record: msgspec.structs.replace(record, run=""))
+        if not key.endswith("directory.json.zst"):
+            found[key] = data
+    return found
+
+
+def without_checkpoints(objects: dict[str, bytes], *steps: int) -> MemoryStore:
+    return with_objects({k: v for k, v in objects.items() if k not in {f"steps/{s}/commit.json" for s in steps}})
 
 
 def test_every_record_of_a_sound_history_is_read() -> None:
@@ -88,13 +111,57 @@ def test_what_a_rank_says_of_its_part_is_needed() -> None:
     assert "rank 3 of 1, expected 1 and 0 of 1" in one.message
 
 
-def test_a_log_that_cannot_be_read_is_damage_and_checkpoints_are_checked_all_the_same() -> None:
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_log_that_cannot_be_read_is_damage_and_the_rest_is_checked_all_the_same(number: int) -> None:
     objects = two_logs()
-    objects["log/000001/log.json"] = b'{"format": 1'
+    key = f"log/{number:06d}/log.json"
+    objects[key] = b'{"format": 1'
     found = verify(Repository(with_objects(objects)))
-    assert [(one.severity, one.key) for one in found.findings] == [(DAMAGE, "log/000001/log.json")]
-    assert found.steps == [0, 5, 10]
-    assert found.tensors == 18
+    assert [(one.severity, one.key) for one in found.findings] == [(DAMAGE, key)]
+    assert (found.steps, found.tensors) == ([0, 5, 10], 18)
+    assert (found.logs, found.records) == (([1], 12) if number == 2 else ([], 0))  # log 2 follows log 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"run": "0" * 32}, f"of run {'0' * 32}, expected "),
+        ({"run": ""}, "of run unknown, expected "),
+        ({"rank": 4}, "says step 7 and rank 4, expected 7 and 0"),
+        ({"step": 8}, "says step 8 and rank 0, expected 7 and 0"),
+    ],
+)
+def test_a_record_of_another_log_is_damage(changes: dict[str, Any], message: str) -> None:
+    objects, key = two_logs(), f"{RANK}/000000000007.log"
+    objects[key] = changed_record(objects[key], lambda record: msgspec.structs.replace(record, **changes))
+    (one,) = findings(objects)
+    assert (one.severity, one.key, one.step) == (DAMAGE, key, 5)
+    assert message in one.message
+
+
+def test_a_head_of_another_log_is_damage() -> None:
+    objects, key = two_logs(), f"{RANK}/head.json"
+    objects[key] = json.dumps({**json.loads(objects[key]), "run": "0" * 32}).encode()
+    (one,) = findings(objects)
+    assert (one.severity, one.key) == (DAMAGE, key)
+    assert f"of run {'0' * 32}, expected {json.loads(objects['log/000001/log.json'])['run']}" in one.message
+
+
+def test_records_that_were_written_before_runs_had_ids_are_sound() -> None:
+    objects = without_runs(two_logs())
+    assert findings(objects) == []
+    assert loaded(with_objects(objects))[0] == 15
+
+
+def test_a_record_that_comes_twice_or_again_is_no_gap() -> None:
+    objects, key = two_logs(), f"{RANK}/000000000007.log"
+    twice = {**objects, key: objects[key] * 2}
+    again = {**objects, key: objects[key] + objects[f"{RANK}/000000000006.log"]}
+    for changed, message in ((twice, "the record of step 7 comes twice"), (again, "behind step 7 comes step 6 again")):
+        found = findings(changed)
+        assert (found[0].severity, found[0].key, found[0].message) == (DAMAGE, key, f"{key}: {message}")
+        with pytest.raises(ReplayError, match=message):
+            loaded(without_checkpoints(changed, 10))
 
 
 def test_what_leads_nowhere_is_garbage_even_if_it_is_damaged() -> None:

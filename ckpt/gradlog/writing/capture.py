@@ -14,14 +14,18 @@ import torch
 
 from ckpt.engine.base import dtype_name
 from ckpt.errors import ConfigError
-from ckpt.gradlog.lossless import Keeper, Kept
 from ckpt.gradlog.record import Options, options_document
 from ckpt.gradlog.share import check_gradient
+from ckpt.gradlog.writing.lossless import Keeper, Kept
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from ckpt.gradlog.share import Own
+
+
+_STATE = {"amsgrad": "max_exp_avg_sq", "centered": "grad_avg", "momentum": "momentum_buffer"}
+"""Options of torch's optimizers, and the state that each of them needs."""
 
 
 @dataclass(slots=True)
@@ -62,11 +66,18 @@ class Capture:
         self.failed: Exception | None = None
         self.steps: list[Step] = []
         self.paused = False
+        self.drained = self._begun = 0
+        """steps that were begun between the last two calls of :meth:`drain`; of more than two none is kept"""
         self._before = before
         self._numbers = {id(one.stepped.key): i for i, one in enumerate(own)}
         self.optimizers: list[torch.optim.Optimizer] = list(dict.fromkeys(one.stepped.optimizer for one in own))
         self.shown: list[torch.optim.Optimizer] = list(dict.fromkeys(one.stepped.shown for one in own))
         self._keepers: dict[tuple[int, str], Keeper] = {}
+        self._last: set[int] = set()
+        self._stateful: dict[tuple[int, int], set[str]] = {}
+        for number, one in enumerate(self.optimizers):
+            if one.state:  # else the first step makes what its options ask for
+                self._stateful |= {(number, i): _stateful(one, group) for i, group in enumerate(one.param_groups)}
         self._hooks = [one.register_step_pre_hook(self._hook) for one in self.optimizers]
 
     def close(self) -> None:
@@ -78,6 +89,7 @@ class Capture:
     def drain(self) -> list[Step]:
         """Return what was taken since the last call."""
         steps, self.steps = self.steps, []
+        self.drained, self._begun = self._begun, 0
         return steps
 
     def _hook(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -105,10 +117,14 @@ class Capture:
                 found.setdefault(dtype_name(p.grad.dtype), []).append(entry)
                 groups.add(self.own[entry].entry.group)
         entries = {entry for several in found.values() for entry in several}
-        if not self.steps or self.steps[-1].entries & entries:
-            if len(self.steps) > 1:  # nobody drains: whatever comes of it, it must not fill the memory
-                return
-            self.steps.append(Step())
+        if not self.steps or self._last & entries:
+            self._begun += 1
+            self._last = set()
+            if len(self.steps) < 2:  # nobody drains: whatever comes of it, it must not fill the memory
+                self.steps.append(Step())
+        self._last |= entries
+        if self._begun > 2:
+            return
         step = self.steps[-1]
         self._before(entries)
         step.entries |= entries
@@ -116,8 +132,19 @@ class Capture:
             self._keep(step, number, wide, sorted(several))
         for index in groups:
             options = self._group(optimizer, index)
+            self._check_state(optimizer, number, index, options)
             document = options_document(options, f"options of optimizer group {index}")
             step.options.setdefault((number, index), document)  # of the first call: a kernel may count in its group
+
+    def _check_state(self, optimizer: torch.optim.Optimizer, number: int, index: int, options: dict[str, Any]) -> None:
+        """Check that no option asks for state which the log does not explain, since the checkpoint has none of it."""
+        now = _stateful(optimizer, options)
+        new = now - self._stateful.setdefault((number, index), now)
+        for name in sorted(new):
+            raise ConfigError(
+                f"option {name!r} of optimizer group {index} was switched on ({name}={options[name]!r}) behind the "
+                f"optimizer's first step: its state {_STATE[name]!r} begins somewhere that the log does not know"
+            )
 
     def _group(self, optimizer: torch.optim.Optimizer, index: int) -> dict[str, Any]:
         """Return the options of a group by its number; DeepSpeed shows the optimizer one group at a time."""
@@ -140,6 +167,12 @@ class Capture:
         if kept.data.device.type != "cpu":
             kept = type(kept)(kept.data.cpu(), kept.scale)
         step.taken.append(Taken(tuple(entries), wide, kept))
+
+
+def _stateful(optimizer: torch.optim.Optimizer, options: dict[str, Any]) -> set[str]:
+    """Return which options of a group are on that need state of their own, made with the rest of the state."""
+    lazy = isinstance(optimizer, torch.optim.SGD)  # begins its momentum whenever it needs it
+    return {name for name in _STATE if options.get(name) and not lazy}
 
 
 def check_plain(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -8,8 +8,9 @@ import torch
 
 from ckpt.engine.base import ReplayableAdapter
 from ckpt.errors import ReplayError
-from ckpt.gradlog.log import loose_of
-from ckpt.gradlog.replay import Outcome, Replay, update_group
+from ckpt.gradlog.copies.bringing import Wanted, spans_of
+from ckpt.gradlog.replaying.replay import Outcome, Replay, update_group
+from ckpt.gradlog.writing.log import loose_of
 from ckpt.layout.spec import PARAM
 from ckpt.runtime.extras import ENGINE, EXTRA, RNG, VALUE
 
@@ -17,7 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from ckpt.engine.base import EngineState, Stepped
-    from ckpt.gradlog.recover import Recovery
+    from ckpt.gradlog.copies.near import Near
+    from ckpt.gradlog.replaying.recover import Recovery
     from ckpt.runtime.revive import Saved
     from ckpt.store.base import Store
 
@@ -32,6 +34,7 @@ class Replays:
         state: what is loaded on this rank.
         rank, world: of this process.
         strict: a step that does not come out as it was is an error, where the same code repeats it.
+        near: records that need not be read from the store.
 
     Raises:
         ReplayError: the engine cannot repeat steps, or the log is not of what it steps.
@@ -48,6 +51,7 @@ class Replays:
         world: int,
         *,
         strict: bool = True,
+        near: Near | None = None,
     ) -> None:
         if not isinstance(adapter, ReplayableAdapter):
             raise ReplayError(f"steps cannot be replayed with an adapter of {type(adapter).__name__}; replay=False")
@@ -62,11 +66,16 @@ class Replays:
             if shard.spec.role == PARAM and (shard.owner is None or not shard.owner.requires_grad)
         }
         self._replays = [
-            Replay(store, one.number, rank, world, self._stepped, loose, one.world, strict=strict)
+            Replay(store, one.number, rank, world, self._stepped, loose, one.world, strict=strict, near=near)
             for one in way.stretches
         ]
         for replay in self._replays:
             replay.check_stepped(held)
+
+    def wanted(self) -> list[Wanted]:
+        """Return the records that this rank will read."""
+        pairs = zip(self._way.stretches, self._replays, strict=True)
+        return [Wanted(one.run, spans_of(replay.ranks), one.first, one.last) for one, replay in pairs if one.run]
 
     def run(self, saved: Saved, beat: Callable[[], None]) -> Outcome:
         """Repeat the steps on the engine, whose load of the checkpoint is finished. A collective of the engine's.
@@ -84,6 +93,7 @@ class Replays:
             whole.steps += done.steps
             whole.skipped += done.skipped
             whole.bytes_read += done.bytes_read
+            whole.bytes_from_memory += done.bytes_from_memory
             whole.exact, whole.deviation = done.exact, done.deviation
             whole.kinds |= done.kinds
             whole.notes += done.notes

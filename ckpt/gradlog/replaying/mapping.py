@@ -7,34 +7,30 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ckpt.engine.base import Stepped, torch_dtype
-from ckpt.errors import MalformedData, ReplayError
-from ckpt.format.codec import decode_into
-from ckpt.gradlog.lossless import multiplied
+from ckpt.engine.base import Stepped
+from ckpt.errors import ReplayError
 from ckpt.gradlog.share import local_of
 from ckpt.layout.box import Box, overlaps
-from ckpt.layout.spec import ITEMSIZE
-from ckpt.runtime.staging import as_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from ckpt.gradlog.record import Call, Gradient, Part, RankHead, Tensors
+    from ckpt.gradlog.record import Part, RankHead
 
 
 @dataclass(frozen=True, slots=True)
 class Copy:
     """Elements of one logged part that go into one stepped tensor's gradient.
 
-    ``start``: of the part, in its entry's logged elements. ``inside``: which of the part's elements; ``view``: their
-    place in the gradient.
+    ``start``: of the part, in its entry's logged elements. ``sizes``: of the part. ``inside``: which of its elements,
+    as a box of a tensor of these sizes; ``view``: their place in the gradient.
     """
 
     rank: int
     entry: int
     start: int
     sizes: tuple[int, ...]
-    inside: tuple[slice, ...]
+    inside: Box
     view: torch.Tensor
 
 
@@ -100,7 +96,8 @@ def _target(stepped: Stepped, logged: Logged, grad: torch.Tensor, local: torch.T
         for s, _, common in overlaps(boxes, [box]):
             rank, entry, start, part = sources[s]
             place = view[common.relative_to(box)]
-            target.copies.append(Copy(rank, entry, start, part.sizes, common.relative_to(part.box), place))
+            offsets = tuple(a - b for a, b in zip(common.offsets, part.offsets, strict=True))
+            target.copies.append(Copy(rank, entry, start, part.sizes, Box(offsets, common.sizes), place))
             covered += common.volume
         if covered != box.volume:
             raise ReplayError(f"{fqn!r} box {box}: the log has the gradient of {covered} of {box.volume} elements")
@@ -125,61 +122,10 @@ def needed_ranks(stepped: Iterable[Stepped], heads: Mapping[int, RankHead]) -> s
     }
 
 
-class CallGradients:
-    """The gradients of one rank's record of one step of the optimizers, by entry."""
-
-    def __init__(self, head: RankHead, call: Call, tensors: Tensors) -> None:
-        self._head, self._tensors = head, tensors
-        self._where: dict[int, tuple[Gradient, int]] = {}
-        self._read: dict[str, torch.Tensor] = {}
-        for gradient in call.gradients:
-            at = 0
-            for entry in gradient.entries:
-                if not 0 <= entry < len(head.entries):
-                    raise MalformedData(f"{tensors.where}: a gradient of entry {entry}, there are {len(head.entries)}")
-                self._where[entry] = gradient, at
-                at += head.entries[entry].numel
-
-    def __contains__(self, entry: int) -> bool:
-        return entry in self._where
-
-    def of(self, entry: int) -> torch.Tensor:
-        """Return the logged elements of an entry's gradient, 1-D, as the optimizer saw them."""
-        gradient, at = self._where[entry]
-        return self._whole(gradient)[at : at + self._head.entries[entry].numel]
-
-    def _whole(self, gradient: Gradient) -> torch.Tensor:
-        found = self._read.get(gradient.name)
-        if found is None:
-            numel = sum(self._head.entries[entry].numel for entry in gradient.entries)
-            found = self._read[gradient.name] = self._decoded(gradient, numel)
-        return found
-
-    def _decoded(self, gradient: Gradient, numel: int) -> torch.Tensor:
-        where = f"{self._tensors.where}: {gradient.name}"
-        if gradient.dtype not in ITEMSIZE or gradient.wide not in ITEMSIZE:
-            raise MalformedData(f"{where}: dtypes {gradient.dtype!r} and {gradient.wide!r}")
-        if gradient.codec:
-            data = _decode(self._tensors.raw(gradient.name), gradient, numel * ITEMSIZE[gradient.dtype], where)
-            stored = as_tensor(data, gradient.dtype, (numel,))
-        else:
-            stored = self._tensors.tensor(gradient.name, gradient.dtype, (numel,))
-        if not gradient.scale:
-            return stored.to(torch_dtype(gradient.wide))
-        try:
-            scale = float.fromhex(gradient.scale)
-        except (ValueError, OverflowError) as error:
-            raise MalformedData(f"{where}: multiplier {gradient.scale[:40]!r}") from error
-        return multiplied(stored, scale)
-
-
-def _decode(raw: memoryview, gradient: Gradient, nbytes: int, where: str) -> memoryview:
-    block = gradient.block
-    if block < 1 or len(gradient.blocks) != -(-nbytes // block) or sum(gradient.blocks) != raw.nbytes:
-        raise MalformedData(f"{where}: {len(gradient.blocks)} blocks of {block} bytes for {nbytes}")
-    out = memoryview(bytearray(nbytes))
-    at = 0
-    for i, length in enumerate(gradient.blocks):
-        decode_into(raw[at : at + length], gradient.codec, out[i * block : (i + 1) * block], where)
-        at += length
-    return out
+def by_source(targets: Iterable[Target]) -> dict[int, dict[int, list[Copy]]]:
+    """Return rank -> entry -> what is wanted of what that rank has logged of that entry."""
+    found: dict[int, dict[int, list[Copy]]] = {}
+    for target in targets:
+        for copy in target.copies:
+            found.setdefault(copy.rank, {}).setdefault(copy.entry, []).append(copy)
+    return found

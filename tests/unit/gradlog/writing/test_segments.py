@@ -9,7 +9,7 @@ import pytest
 
 from ckpt.errors import StoreFull
 from ckpt.format.frames import frame_of
-from ckpt.gradlog.segments import SegmentWriter
+from ckpt.gradlog.writing.segments import SegmentWriter
 from ckpt.repo.log_files import files_of, places_in, scan
 from ckpt.store.local import LocalStore
 from ckpt.store.memory import MemoryStore

@@ -12,24 +12,28 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ckpt.errors import MalformedData, ReplayError
+from ckpt.engine.shared_ending import resting
+from ckpt.errors import ReplayError
 from ckpt.format.digest import Running, from_raw
-from ckpt.gradlog.log import software
-from ckpt.gradlog.mapping import CallGradients, check_logged, needed_ranks, targets_of
-from ckpt.gradlog.reading import RankReader, read_rank_head
-from ckpt.gradlog.record import RankHead, read_options
-from ckpt.gradlog.share import held_runs, layout_digest, local_of
+from ckpt.gradlog.record import read_options
+from ckpt.gradlog.replaying.deviation import NONE, Deviation, deviation_of
+from ckpt.gradlog.replaying.incoming import Incoming, put_loose
+from ckpt.gradlog.replaying.mapping import check_logged, needed_ranks, targets_of
+from ckpt.gradlog.replaying.needed import read_heads
+from ckpt.gradlog.replaying.opened import Opened, only_call
+from ckpt.gradlog.replaying.reading import RankReader, read_rank_head, run_of
+from ckpt.gradlog.share import held_runs, layout_digest
 from ckpt.gradlog.supported import kernel_of
-from ckpt.gradlog.watch import state_of
-from ckpt.layout.box import Box
-from ckpt.runtime.objects import decode_object
+from ckpt.gradlog.writing.log import software
+from ckpt.gradlog.writing.watch import state_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
     from ckpt.engine.base import LiveShard, Stepped
-    from ckpt.gradlog.mapping import Target
-    from ckpt.gradlog.record import Call, Options, Record, Tensors
+    from ckpt.gradlog.copies.near import Near
+    from ckpt.gradlog.record import Options, Record
+    from ckpt.gradlog.replaying.incoming import Arrived
     from ckpt.store.base import Store
 
 _KERNEL_CHOICES = frozenset({"foreach", "fused", "capturable", "differentiable"})
@@ -41,15 +45,15 @@ class Outcome:
     """What replaying a log did on this rank.
 
     ``exact``: is what the optimizers step, bit for bit, what the log says that this rank had? None: another layout, so
-    the log does not say. ``deviation``: the largest difference to the values that the log remembers, by the size of
-    the value; None if this rank has none of them.
+    the log does not say. ``deviation``: from the values that the log remembers and this rank holds.
     """
 
     steps: int = 0
     skipped: int = 0
     exact: bool | None = None
-    deviation: float | None = None
+    deviation: Deviation = NONE
     bytes_read: int = 0
+    bytes_from_memory: int = 0
     objects: list[dict[str, Any]] = field(default_factory=list)
     kinds: dict[tuple[str, str], Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
@@ -65,6 +69,7 @@ class Replay:
         world: number of processes.
         stepped: what the engine's optimizers step here.
         loose: buffers, and parameters that no optimizer steps.
+        near: records that need not be read from the store.
 
     Raises:
         ReplayError: the log does not have what is stepped here.
@@ -81,28 +86,33 @@ class Replay:
         log_world: int,
         *,
         strict: bool = True,
+        near: Near | None = None,
     ) -> None:
-        self.store, self.number, self.rank = store, number, rank
+        self.store, self.number, self.rank, self._near = store, number, rank, near
         self._stepped, self._loose = stepped, loose
-        self._heads = {r: read_rank_head(store, number, r) for r in range(log_world)}
-        if {head.world for head in self._heads.values()} != {log_world}:
-            raise MalformedData(f"log {number}: its ranks speak of different numbers of ranks")
+        self._own, self._run = rank % log_world, run_of(store, number)
+        own = read_rank_head(store, number, self._own, self._run)
+        self._same = log_world == world and [layout_digest(one) for one in stepped] == [
+            entry.layout for entry in own.entries
+        ]
+        self._heads, self._logged = read_heads(store, number, own, log_world, stepped, same=self._same)
         self._optimizers = list(dict.fromkeys(one.optimizer for one in stepped))
         self._shown = list(dict.fromkeys(one.shown for one in stepped))
-        self._targets: list[Target] = []
         check_logged(stepped, self._heads)
-        self._own = rank % log_world
         needed = needed_ranks(stepped, self._heads)
         self._needed = sorted(needed)
         # Of copies that differ (statistics of a BatchNorm) each rank of the same job gets its own, others the first.
         self._order = [rank, *range(log_world)] if log_world == world else [*range(log_world)]
-        self._extra = [r for r in dict.fromkeys((self._own, self._order[0])) if r not in needed]
-        self._same = log_world == world and [layout_digest(one) for one in stepped] == [
-            entry.layout for entry in self._heads[rank].entries
-        ]
+        beside = (self._own, self._order[0]) if loose else (self._own,)
+        self._extra = [r for r in dict.fromkeys(beside) if r not in needed]
         self._groups = self._match_groups()
         self.notes = self._kernel_notes()
         self._strict = strict and not self.notes  # the same code has to come to the same bits
+
+    @property
+    def ranks(self) -> list[int]:
+        """Ranks of the log whose records this rank reads."""
+        return [*self._needed, *self._extra]
 
     def check_stepped(self, held: Collection[str]) -> None:
         """Check that whatever was stepped in the log, and is held here, is stepped here too.
@@ -113,8 +123,7 @@ class Replay:
         Raises:
             ReplayError: some of it is frozen now, or in no optimizer; it would stay as it was in the checkpoint.
         """
-        logged = {part.fqn for head in self._heads.values() for entry in head.entries for part in entry.parts}
-        left = sorted((logged & set(held)) - {fqn for one in self._stepped for fqn in one.members})
+        left = sorted((self._logged & set(held)) - {fqn for one in self._stepped for fqn in one.members})
         if left:
             shown = ", ".join(left[:4]) + (f" and {len(left) - 4} more" if len(left) > 4 else "")
             raise ReplayError(
@@ -129,46 +138,49 @@ class Replay:
             ReplayError, IntegrityError, FormatError: the log does not have them, or not as they were written.
         """
         outcome = Outcome(notes=list(self.notes))
-        self._targets = targets_of(self._stepped, self._heads)
-        readers = {r: RankReader(self.store, self.number, r, first) for r in (*self._needed, *self._extra)}
-        record, tensors = None, None
+        readers = {r: RankReader(self.store, self.number, r, first, self._near, self._run) for r in self.ranks}
+        targets = targets_of(self._stepped, self._heads)
+        incoming = Incoming(self.number, self._heads, targets, self._loose, self._own, self._order)
+        opened: dict[int, Opened] = {}
         for step in range(first, last + 1):
-            read = {r: reader.read(step) for r, reader in readers.items()}
-            record, tensors = read[self._own]
-            self._step(step, read, outcome)
-            self._put_loose(read)
-            self._collect(record, tensors, outcome)
-            self._compare(step, record, outcome)
+            opened = {r: reader.open(step, Opened) for r, reader in readers.items()}
+            self._step(step, opened, incoming, outcome)
+            self._compare(step, opened[self._own].record, outcome)
             beat()
         outcome.bytes_read = sum(reader.bytes_read for reader in readers.values())
-        if record is not None:
-            self._set_options(record.options)
-            self._judge(last, record, outcome)
-        self._targets = []
+        outcome.bytes_from_memory = sum(reader.bytes_from_memory for reader in readers.values())
+        if opened:
+            self._set_options({self._own: opened[self._own].record.options})
+            self._judge(last, opened, outcome)
         return outcome
 
     # -- one step ---------------------------------------------------------------------------------------------------
 
-    def _step(self, step: int, read: Mapping[int, tuple[Record, Tensors]], outcome: Outcome) -> None:
-        counts = {len(record.calls) for r, (record, _) in read.items() if r in self._needed}
-        if len(counts) > 1:
+    def _step(self, step: int, opened: Mapping[int, Opened], incoming: Incoming, outcome: Outcome) -> None:
+        calls = {r: only_call(opened[r]) for r in self._needed}
+        taken = {call is not None for call in calls.values()}
+        if len(taken) > 1:
             raise ReplayError(f"log {self.number}, step {step}: some ranks have taken the step and some skipped it")
+        arrived = incoming.read(step, opened)
         outcome.steps += 1
-        if counts == {0}:
+        if taken == {True}:
+            self._set_options({r: call.options for r, call in calls.items() if call is not None})
+            self._call(step, arrived)
+        else:
             outcome.skipped += 1
-        for n in range(max(counts, default=0)):
-            calls = {r: (record.calls[n], tensors) for r, (record, tensors) in read.items() if r in self._needed}
-            self._call(step, calls)
+        for shard, said, data in arrived.loose:
+            put_loose(shard, said, data)
+        outcome.kinds.update(arrived.kinds)
 
-    def _call(self, step: int, calls: Mapping[int, tuple[Call, Tensors]]) -> None:
-        gradients = {r: CallGradients(self._heads[r], call, tensors) for r, (call, tensors) in calls.items()}
-        self._set_options([one for call, _ in calls.values() for one in call.options], calls)
+    def _call(self, step: int, arrived: Arrived) -> None:
         before = [one.key.grad for one in self._stepped]
         groups = [(opt, opt.param_groups, [g["params"] for g in opt.param_groups]) for opt in self._optimizers]
         try:
-            for target in self._targets:
-                target.stepped.key.grad = self._filled(step, target, gradients)
-            for number, optimizer in enumerate(self._optimizers):
+            for one in self._stepped:
+                one.key.grad = None
+            for target in arrived.filled:
+                target.stepped.key.grad = target.grad
+            for optimizer in self._optimizers:
                 keys: list[list[torch.Tensor]] = [[] for _ in optimizer.param_groups]
                 for one in self._stepped:
                     if one.optimizer is optimizer and one.key.grad is not None:
@@ -176,7 +188,7 @@ class Replay:
                 if any(keys):
                     for group, own in zip(optimizer.param_groups, keys, strict=True):
                         group["params"] = own
-                    self._repeat(step, self._optimizers[number])
+                    self._repeat(step, optimizer)
         finally:
             for optimizer, shown, params in groups:
                 optimizer.param_groups = shown
@@ -187,25 +199,13 @@ class Replay:
 
     def _repeat(self, step: int, optimizer: torch.optim.Optimizer) -> None:
         try:
-            optimizer.step()
+            with resting():
+                optimizer.step()
         except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
-            raise ReplayError(f"log {self.number}, step {step}: {type(optimizer).__name__} fails: {error}") from error
-
-    def _filled(self, step: int, target: Target, gradients: Mapping[int, CallGradients]) -> torch.Tensor | None:
-        there = [copy for copy in target.copies if copy.entry in gradients[copy.rank]]
-        if not there:
-            return None
-        if len(there) != len(target.copies):
-            name = target.stepped.members[0]
-            raise ReplayError(f"log {self.number}, step {step}: a part of the gradient of {name!r} was not logged")
-        with torch.no_grad():
-            for copy in there:
-                count = 1
-                for size in copy.sizes:
-                    count *= size
-                whole = gradients[copy.rank].of(copy.entry)[copy.start : copy.start + count].view(copy.sizes)
-                copy.view.copy_(whole[copy.inside])
-        return target.grad
+            why = str(error)
+            if isinstance(error, KeyError):  # the words of such an error are the key alone
+                why = f"its state has no {error}; was an option that needs it (amsgrad, …) switched on?"
+            raise ReplayError(f"log {self.number}, step {step}: {type(optimizer).__name__} fails: {why}") from error
 
     # -- settings -----------------------------------------------------------------------------------------------------
 
@@ -227,18 +227,15 @@ class Replay:
                 found.setdefault(here, source)
         return found
 
-    def _set_options(self, options: Sequence[Options], calls: Mapping[int, tuple[Call, Tensors]] | None = None) -> None:
-        """Give the groups the hyperparameters that they had: those of a step, or (without ``calls``) behind it."""
+    def _set_options(self, said: Mapping[int, Sequence[Options]]) -> None:
+        """Give the groups the hyperparameters that they had, as ranks say it."""
         where = f"log {self.number}"
-        if calls is None:
-            table = {(self._own, one.optimizer, one.group): one for one in options}
-        else:
-            table = {(r, one.optimizer, one.group): one for r, (call, _) in calls.items() for one in call.options}
+        table = {(r, one.optimizer, one.group): one for r, options in said.items() for one in options}
         for (optimizer, group), (r, o, g) in self._groups.items():
-            said = table.get((r, o, g)) or next((v for k, v in table.items() if k[1:] == (o, g)), None)
-            if said is not None:
+            found = table.get((r, o, g)) or next((v for k, v in table.items() if k[1:] == (o, g)), None)
+            if found is not None:
                 for one in {id(o): o for o in (self._optimizers[optimizer], self._shown[optimizer])}.values():
-                    update_group(one.param_groups[group], read_options(said, where))
+                    update_group(one.param_groups[group], read_options(found, where))
 
     def _kernel_notes(self) -> list[str]:
         saved = self._heads[self._own]
@@ -259,20 +256,7 @@ class Replay:
                 notes.append(f"the log's steps were made with {name} {was}, here it is {now}: the last bits may differ")
         return notes
 
-    # -- beside the optimizers ----------------------------------------------------------------------------------------
-
-    def _put_loose(self, read: Mapping[int, tuple[Record, Tensors]]) -> None:
-        for shard in self._loose:
-            left = shard.box.volume
-            for r in self._order:
-                if r in read and left:
-                    left -= _put(shard, *read[r])
-
-    def _collect(self, record: Record, tensors: Tensors, outcome: Outcome) -> None:
-        for one in record.objects:
-            inner = [tensors.tensor(t.name, t.dtype, t.shape).clone() for t in one.tensors]
-            where = f"{tensors.where}: object {one.name!r}"
-            outcome.kinds[one.kind, one.name] = decode_object(one.document.encode(), inner, where)
+    # -- is it what it was? ------------------------------------------------------------------------------------------
 
     def _compare(self, step: int, record: Record, outcome: Outcome) -> None:
         """See whether a step came out as it was, bit for bit, where the log can say it."""
@@ -289,66 +273,17 @@ class Replay:
                 f"explains everything; strict=False goes on with what comes out"
             )
 
-    def _judge(self, last: int, record: Record, outcome: Outcome) -> None:
-        outcome.deviation = self._deviation(record)
+    def _judge(self, last: int, opened: Mapping[int, Opened], outcome: Outcome) -> None:
+        if outcome.exact:
+            return
+        said = [(self._heads[r], one.record) for r, one in opened.items() if r in self._heads]
+        outcome.deviation = found = deviation_of(self._stepped, said)
         if outcome.exact is False:
             outcome.notes.append(
                 f"step {last} was repeated with a deviation: what the optimizers step is not bit for bit what it was "
-                f"(at most {outcome.deviation or 0:.3g} of the values that the log remembers)"
+                f"({found.differ} of {found.compared} values that the log remembers differ, by at most "
+                f"{found.largest:.3g} of the value)"
             )
-
-    def _deviation(self, record: Record) -> float | None:
-        """Return the largest relative difference to the values that this rank's record remembers, where held here."""
-        head = self._heads[self._own]
-        held = {(fqn, box): view for one in self._stepped for fqn, _, box, view in one.places(local_of(one.key))}
-        worst = None
-        for at, value in record.samples:
-            where = _element(head, at)
-            if where is None:
-                continue
-            fqn, place = where
-            for (name, box), view in held.items():
-                inside = name == fqn and all(
-                    o <= p < o + n for p, o, n in zip(place, box.offsets, box.sizes, strict=True)
-                )
-                if inside:
-                    now = float(view[tuple(p - o for p, o in zip(place, box.offsets, strict=True))])
-                    off = abs(now - value) / max(abs(value), 1e-30)
-                    worst = off if worst is None else max(worst, off)
-        return worst
-
-
-def _put(shard: LiveShard, record: Record, tensors: Tensors) -> int:
-    """Put what a record has of a tensor into it; return how many elements that were."""
-    count = 0
-    for one in record.loose:
-        if (one.fqn, one.role) != shard.spec.key:
-            continue
-        if one.shape != shard.spec.shape:
-            raise ReplayError(f"{shard.spec}: the log has shape {list(one.shape)}")
-        box = Box(one.offsets, one.sizes)
-        common = box.intersect(shard.box)
-        if common is not None:
-            stored = tensors.tensor(one.name, one.dtype, one.sizes)
-            with torch.no_grad():
-                shard.tensor[common.relative_to(shard.box)].copy_(stored[common.relative_to(box)])
-            count += common.volume
-    return count
-
-
-def _element(head: RankHead, at: int) -> tuple[str, tuple[int, ...]] | None:
-    """Return (fqn, index in the global tensor) of an element by its position in the order of what a rank logs."""
-    for entry in head.entries:
-        for part in entry.parts:
-            volume = part.box.volume
-            if at < volume:
-                place = []
-                for size in reversed(part.sizes):
-                    place.append(at % size)
-                    at //= size
-                return part.fqn, tuple(o + p for o, p in zip(part.offsets, reversed(place), strict=True))
-            at -= volume
-    return None
 
 
 def update_group(group: dict[str, Any], options: Mapping[str, Any]) -> None:

@@ -45,6 +45,7 @@ class SegmentWriter:
         flush_every: records that are made durable together.
         budget: bytes of records that may wait; who submits more waits.
         segment_bytes: after so many bytes a new file is begun.
+        copy: called with the step and the frame of each record that has become durable, in order.
     """
 
     def __init__(
@@ -56,9 +57,11 @@ class SegmentWriter:
         flush_every: int,
         budget: int,
         segment_bytes: int = SEGMENT_BYTES,
+        copy: Callable[[int, list[Buffer]], None] | None = None,
     ) -> None:
         self._store, self._log_key, self._rank = store, log_key, rank
         self._flush_every, self._budget, self._segment_bytes = flush_every, budget, segment_bytes
+        self._copy = copy
         self._queue: deque[_Waiting] = deque()
         self._bytes = 0
         self._changed = threading.Condition()
@@ -120,6 +123,7 @@ class SegmentWriter:
                     self._bytes -= sum(one.nbytes for one in group)
                     self.durable = group[-1].step
                     self._changed.notify_all()
+                group.clear()  # else this thread would hold its gradients, and the engine, until the next group
         except BaseException as error:  # whatever ends this thread: who waits for it must not wait for ever
             log.error("the gradient log of rank %d ends behind step %s: %s", self._rank, self.durable, error)
             with self._changed:
@@ -144,7 +148,8 @@ class SegmentWriter:
             return [self._queue.popleft() for _ in range(count)]
 
     def _write(self, group: list[_Waiting]) -> None:
-        buffers = [part for one in group for part in one.frame()]
+        frames = [one.frame() for one in group]
+        buffers = [part for frame in frames for part in frame]
         nbytes = sum(memoryview(part).nbytes for part in buffers)
         key = segment_key(self._log_key, self._rank, group[0].step)
         if isinstance(self._store, Appends):
@@ -159,3 +164,6 @@ class SegmentWriter:
             self._store.put(key, b"".join(buffers), overwrite=True)
         self._in_segment += nbytes
         self.written += nbytes
+        if self._copy is not None:
+            for one, frame in zip(group, frames, strict=True):
+                self._copy(one.step, frame)

@@ -8,8 +8,8 @@ behind the next forward and backward.
 from __future__ import annotations
 
 import logging
-import math
 import time
+import uuid
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,7 @@ from ckpt.engine.base import dtype_name
 from ckpt.errors import ConfigError, ReplayError
 from ckpt.format.codec import codec_of, encode
 from ckpt.format.frames import frame_of
-from ckpt.gradlog.capture import Capture, Step, Taken, options_of, sum_of_squares
+from ckpt.gradlog.directory import directory_of, write_directory
 from ckpt.gradlog.record import (
     VERSION,
     Call,
@@ -33,14 +33,16 @@ from ckpt.gradlog.record import (
     Record,
     encode_record,
 )
-from ckpt.gradlog.segments import SegmentWriter
-from ckpt.gradlog.share import flat_of, share
+from ckpt.gradlog.replaying.deviation import Sampler
+from ckpt.gradlog.share import share
 from ckpt.gradlog.supported import kernel_of, refuse_unsupported
-from ckpt.gradlog.watch import Buffers, Watch
+from ckpt.gradlog.writing.capture import Capture, Step, Taken, options_of, sum_of_squares
+from ckpt.gradlog.writing.segments import SegmentWriter
+from ckpt.gradlog.writing.watch import Buffers, Watch
 from ckpt.layout.spec import BUFFER, PARAM
 from ckpt.repo.lineage import LogHead, begin_log, log_key
 from ckpt.repo.log_files import RANK_HEAD, rank_prefix
-from ckpt.runtime.extras import collect
+from ckpt.runtime.extras import ENGINE, collect
 from ckpt.runtime.publish import now
 from ckpt.runtime.staging import tensor_bytes
 
@@ -49,8 +51,9 @@ if TYPE_CHECKING:
 
     from ckpt.engine.base import EngineState, LiveShard, ReplayableAdapter, Stepped
     from ckpt.format.digest import Buffer
+    from ckpt.gradlog.copies.peers import Peers
     from ckpt.gradlog.record import Loose
-    from ckpt.gradlog.share import Own
+    from ckpt.gradlog.share import Shared
     from ckpt.runtime.comm import Comm
     from ckpt.runtime.extras import Item
     from ckpt.store.base import Store
@@ -59,8 +62,6 @@ log = logging.getLogger("ckpt")
 
 BLOCK = 4 << 20
 """Bytes that are encoded at once."""
-SAMPLES = 8
-"""Stepped values that a record tells, so that a replay elsewhere can say how far it is off."""
 CODECS = ("none", "zstd")
 
 
@@ -76,6 +77,7 @@ class GradientLog:
         flush_every: records that are made durable together, at least 1.
         budget: bytes of records that may wait to be stored.
         codec: ``none`` or ``zstd`` (byte planes).
+        peers: copies of the records in hosts' memory, if any are kept.
 
     Raises:
         ConfigError: the engine's optimizers cannot be logged; says why.
@@ -93,22 +95,30 @@ class GradientLog:
         flush_every: int = 1,
         budget: int = 256 << 20,
         codec: str = "none",
+        peers: Peers | None = None,
     ) -> None:
         self.rank, self._adapter, self._codec, self._describe = comm.rank, adapter, codec, describe
         state = comm.run("describe", describe)
         stepped = comm.run("stepped", lambda: refuse_unsupported(adapter.stepped()))
-        own = share(comm, stepped)
+        shared = share(comm, stepped)
+        own = shared.own
         encoded = comm.on_root("log", lambda: msgspec.json.encode(begin_log(store, head)))
         self.head = msgspec.json.decode(encoded, type=LogHead)
         self.key = log_key(self.head.number)
         self._stepped, self._buffers = stepped, Buffers(adapter.modules())
         self._watch = Watch(own, loose_of(state, stepped))
         self._capture = Capture(own, self._watch.check)
-        self._samples = _positions(own)
-        comm.run("head", lambda: self._write_head(store, comm, own))
-        self._writer = SegmentWriter(store, self.key, comm.rank, flush_every=flush_every, budget=budget)
+        self._sampler = Sampler(own)
+        comm.run("head", lambda: self._write_head(store, comm, shared))
+        copy = None if peers is None else partial(peers.copy, self.head.run)
+        self._writer = SegmentWriter(store, self.key, comm.rank, flush_every=flush_every, budget=budget, copy=copy)
         self.step = self.head.start
         self.broken: str | None = None
+        self.taken: int | None = None
+        """optimizer steps between the last two calls; None: the log has ended before"""
+        self.idle = False
+        """was none taken, and is there no sign of one that was skipped?"""
+        self._said: list[str] = []
         self.payload_bytes = 0
         self._since = time.monotonic()
 
@@ -121,15 +131,17 @@ class GradientLog:
             step: of the engine, behind what was stepped.
             extra: as in :func:`ckpt.save`.
         """
+        self.taken, self.idle = None, False
         if self.broken is not None:
             return
         try:
             self._end_step(step, extra)
         except Exception as error:
-            self._break(f"{type(error).__name__}: {error}")
+            self.give_up(f"{type(error).__name__}: {error}")
 
     def _end_step(self, step: int, extra: Mapping[str, Any] | None) -> None:
         steps = self._capture.drain()
+        self.taken = self._capture.drained
         trouble = self._trouble(step, steps)
         if trouble is None:
             if self._buffers.replaced():
@@ -143,7 +155,7 @@ class GradientLog:
                 digest = self._watch.look()
             trouble = before or self._watch.changed
         if trouble is not None:
-            self._break(trouble)
+            self.give_up(trouble)
             return
         self.step = step
         items = collect(self._adapter.counters(), extra)
@@ -153,20 +165,24 @@ class GradientLog:
         seconds, self._since = time.monotonic() - self._since, time.monotonic()
         # Objects may hold live tensors, which the next step changes: a record is complete before this returns.
         objects, tensors = _objects(items)
-        samples = self._sampled()
+        said = [one.document for one in objects if one.kind == ENGINE]  # a scaler counts the steps that it skips
+        self.idle, self._said = not steps and bool(self._capture.own) and said == self._said, said
+        samples = self._sampler.told(self._sampler.take())
         make = partial(self._frame, step, steps, options, objects, tensors, changed, digest, samples, seconds)
         self._writer.submit(step, nbytes + (64 << 10), make)
         if self._writer.failed is not None:
-            self._break(f"it could not be stored: {self._writer.failed}")
+            self.give_up(f"it could not be stored: {self._writer.failed}")
 
     def _trouble(self, step: int, steps: Sequence[Step]) -> str | None:
         if self._capture.failed is not None:
             return f"gradients could not be taken: {self._capture.failed}"
-        if len(steps) > 1:
-            return f"the optimizers have taken {len(steps)} steps between two calls: one call is expected behind each"
+        taken = self._capture.drained
+        if taken > 1:
+            return f"the optimizers have taken {taken} steps between two calls: one call is expected behind each"
         return self._watch.changed
 
-    def _break(self, why: str) -> None:
+    def give_up(self, why: str) -> None:
+        """End the log here, with a warning that says why."""
         self.broken = why
         self._capture.close()
         log.warning("the gradient log of rank %d ends behind step %d: %s", self.rank, self.step, why)
@@ -239,6 +255,7 @@ class GradientLog:
             square=sum_of_squares(taken for one in steps for taken in one.taken) if steps else None,
             samples=samples,
             seconds=round(seconds, 6),
+            run=self.head.run,
         )
         return frame_of(step, encode_record(record, stored))
 
@@ -264,21 +281,20 @@ class GradientLog:
 
     # -- once -------------------------------------------------------------------------------------------------------
 
-    def _write_head(self, store: Store, comm: Comm, own: Sequence[Own]) -> None:
+    def _write_head(self, store: Store, comm: Comm, shared: Shared) -> None:
+        if comm.rank == 0:
+            write_directory(store, self.head.number, directory_of(shared.logged(), comm.world, self.head.run))
         head = RankHead(
             format=VERSION,
             rank=comm.rank,
             world=comm.world,
-            entries=tuple(one.entry for one in own),
+            entries=tuple(one.entry for one in shared.own),
             kernels=tuple(kernel_of(one) for one in self._capture.optimizers),
             software=software(),
+            run=self.head.run,
+            peers=shared.peers,
         )
         store.put(f"{rank_prefix(self.key, comm.rank)}/{RANK_HEAD}", msgspec.json.encode(head))
-
-    def _sampled(self) -> tuple[tuple[int, float], ...]:
-        own = self._capture.own
-        values = ((at, float(flat_of(own[entry].stepped.key)[place])) for at, entry, place in self._samples)
-        return tuple((at, value) for at, value in values if math.isfinite(value))  # JSON has no others
 
 
 class _Paused:
@@ -343,31 +359,15 @@ def _objects(items: Sequence[Item]) -> tuple[tuple[Object, ...], dict[str, torch
     return tuple(found), tensors
 
 
-def _positions(own: Sequence[Own]) -> list[tuple[int, int, int]]:
-    """Return (position in the order of the logged elements, entry, place in its memory) of a few of them."""
-    total = sum(one.entry.numel for one in own)
-    wanted = sorted({total * (2 * i + 1) // (2 * SAMPLES) for i in range(SAMPLES)}) if total else []
-    found: list[tuple[int, int, int]] = []
-    begin = 0
-    for number, one in enumerate(own):
-        for run in one.runs:
-            count = 1
-            for size in run.sizes:
-                count *= size
-            here = [at for at in wanted if begin <= at < begin + count]
-            found += [(at, number, run.offset + _place(at - begin, run.sizes, run.strides)) for at in here]
-            begin += count
-    return found
-
-
-def _place(index: int, sizes: Sequence[int], strides: Sequence[int]) -> int:
-    place = 0
-    for size, stride in zip(reversed(sizes), reversed(strides), strict=True):
-        place += index % size * stride
-        index //= size
-    return place
-
-
 def new_head(start: int, world: int, *, attempt: str = "", follows: int | None = None) -> LogHead:
     """Return what a log says that begins at ``start``; its number is given by :func:`begin_log`."""
-    return LogHead(format=VERSION, number=0, start=start, world=world, attempt=attempt, follows=follows, created=now())
+    return LogHead(
+        format=VERSION,
+        number=0,
+        start=start,
+        world=world,
+        attempt=attempt,
+        follows=follows,
+        created=now(),
+        run=uuid.uuid4().hex,
+    )

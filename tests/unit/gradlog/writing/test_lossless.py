@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpt.gradlog.lossless import Keeper
+from ckpt.gradlog.writing.lossless import Keeper
 
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
