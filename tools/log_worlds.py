@@ -20,7 +20,6 @@ from llama_layout import Llama
 from rich.table import Table
 
 from ckpt.engine.base import Stepped
-from ckpt.gradlog.directory import directory_of, write_directory
 from ckpt.gradlog.record import VERSION, RankHead
 from ckpt.gradlog.replaying.mapping import check_logged, needed_ranks
 from ckpt.gradlog.replaying.needed import read_heads
@@ -33,6 +32,7 @@ from ckpt.layout.spec import RankLayout, Shard, TensorSpec
 from ckpt.plan.save_plan import SavePlan, build_save_plan
 from ckpt.plan.wire import encode_layout
 from ckpt.repo.lineage import HEAD, log_key
+from ckpt.repo.log_directory import directory_of, write_directory
 from ckpt.repo.log_files import DIRECTORY, RANK_HEAD, rank_prefix
 from ckpt.store.memory import MemoryStore
 

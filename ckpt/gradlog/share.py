@@ -15,12 +15,12 @@ import torch
 from ckpt.engine.base import Stepped, dtype_name
 from ckpt.errors import ConfigError
 from ckpt.format.digest import digest
-from ckpt.gradlog.directory import Logged
 from ckpt.gradlog.record import Entry, Part
 from ckpt.layout.graph import ShardGraph
 from ckpt.layout.spec import RankLayout, Shard, TensorSpec
 from ckpt.plan.save_plan import build_save_plan
 from ckpt.plan.wire import decode_layouts, encode_layout
+from ckpt.repo.log_directory import Logged
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 RANK_HEAD = "head.json"
 DIRECTORY = "directory.json.zst"
-"""Beside ``log.json``: which rank has logged what (:mod:`ckpt.gradlog.directory`)."""
+"""Beside ``log.json``: which rank has logged what (:mod:`ckpt.repo.log_directory`)."""
 DIGITS = 12
 SUFFIX = ".log"
 PIECE = 8 << 20

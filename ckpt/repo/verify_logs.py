@@ -13,7 +13,8 @@ from ckpt.errors import CkptError, StoreError, is_damage
 from ckpt.format.frames import HEADER
 from ckpt.repo.findings import DAMAGE, GARBAGE, Finding
 from ckpt.repo.lineage import HEAD, ROOT, log_key
-from ckpt.repo.log_files import RANK_HEAD, TORN, Place, Runs, look, rank_prefix, ranks_of
+from ckpt.repo.log_directory import read_directory
+from ckpt.repo.log_files import DIRECTORY, RANK_HEAD, TORN, Place, Runs, look, rank_prefix, ranks_of
 from ckpt.repo.log_needs import EMPTY, GIVEN_UP, LOG, needs_of, unneeded
 from ckpt.repo.log_words import check_rank_head
 from ckpt.words import listed
@@ -64,6 +65,7 @@ def verify_logs(store: Store, progress: Callable[[int], None] = lambda _nbytes: 
         head, there = needs.heads[number], ranks_of(store, number)
         sound = {r: _check_rank(store, needs, head, r, result, progress) for r in range(head.world) if r in there}
         _check_joint(needs, head, sound, result)
+        _check_directory(store, head, result)
     _garbage(store, needs, result)
     return result
 
@@ -124,6 +126,14 @@ def _check_joint(needs: Needs, head: LogHead, sound: dict[int, Runs], result: Lo
                 f"behind step {last}"
             )
             result.findings.append(Finding(DAMAGE, log_key(head.number), text, _base(needs, head.number, last)))
+
+
+def _check_directory(store: Store, head: LogHead, result: LogsChecked) -> None:
+    """Does what says who logs what say so? Without it a load in another layout reads the heads of all ranks."""
+    try:
+        read_directory(store, head.number, head.world, head.run)
+    except CkptError as error:
+        _damage(result, error, f"{log_key(head.number)}/{DIRECTORY}", None)
 
 
 def _garbage(store: Store, needs: Needs, result: LogsChecked) -> None:

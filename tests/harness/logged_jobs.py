@@ -42,6 +42,8 @@ class LoggedJob:
         parts = [self.model, self.optimizer, *([self.scaler] if self.scaler is not None else [])]
         self.overflows = overflows
         self.keeper = ckpt.Checkpointer(tuple(parts), root, full_every=full_every, **{"keep": None, **options})
+        if self.keeper._handle is not None:  # a test that looks into the root expects the first full save there
+            self.keeper._handle.durable.settled()
 
     @property
     def number(self) -> int:
@@ -147,6 +149,8 @@ def on_two_ranks(objects: dict[str, bytes]) -> dict[str, bytes]:
     """Return the same with logs of two ranks that have logged the same: to be looked at, not to be replayed."""
     found = {}
     for key, data in objects.items():
+        if key.endswith("/directory.json.zst"):  # it says that one rank has logged all
+            continue
         found[key] = data
         if key.endswith("/log.json") or key.endswith("/head.json"):
             found[key] = json.dumps({**json.loads(data), "world": 2}).encode()

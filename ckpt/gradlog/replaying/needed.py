@@ -6,16 +6,16 @@ import logging
 from typing import TYPE_CHECKING, NamedTuple
 
 from ckpt.errors import MalformedData
-from ckpt.gradlog.directory import read_directory
 from ckpt.gradlog.replaying.reading import read_rank_head
 from ckpt.gradlog.share import places_of
+from ckpt.repo.log_directory import read_directory
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ckpt.engine.base import Stepped
-    from ckpt.gradlog.directory import Directory
     from ckpt.gradlog.record import RankHead
+    from ckpt.repo.log_directory import Directory
     from ckpt.store.base import Store
 
 log = logging.getLogger("ckpt")

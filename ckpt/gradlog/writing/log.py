@@ -21,7 +21,6 @@ from ckpt.engine.base import dtype_name
 from ckpt.errors import ConfigError, ReplayError
 from ckpt.format.codec import codec_of, encode
 from ckpt.format.frames import frame_of
-from ckpt.gradlog.directory import directory_of, write_directory
 from ckpt.gradlog.record import (
     VERSION,
     Call,
@@ -41,6 +40,7 @@ from ckpt.gradlog.writing.segments import SegmentWriter
 from ckpt.gradlog.writing.watch import Buffers, Watch
 from ckpt.layout.spec import BUFFER, PARAM
 from ckpt.repo.lineage import LogHead, begin_log, log_key
+from ckpt.repo.log_directory import directory_of, write_directory
 from ckpt.repo.log_files import RANK_HEAD, rank_prefix
 from ckpt.runtime.extras import ENGINE, collect
 from ckpt.runtime.publish import now

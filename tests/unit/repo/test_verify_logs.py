@@ -7,6 +7,7 @@ import msgspec
 import pytest
 
 from ckpt.errors import ReplayError
+from ckpt.format.codec import compress, decompress
 from ckpt.repo.repository import Repository
 from ckpt.repo.verify import DAMAGE, GARBAGE, verify
 from tests.harness.logged_jobs import changed_record, frames_in, loaded, on_two_ranks, two_logs, with_objects
@@ -171,3 +172,16 @@ def test_what_leads_nowhere_is_garbage_even_if_it_is_damaged() -> None:
     found = [one for one in findings(objects) if one.key.startswith("log/")]
     assert [(one.severity, one.key) for one in found] == [(GARBAGE, "log/000001"), (GARBAGE, "log/000002")]
     assert found[0].message.startswith("no checkpoint leads to it (")
+
+
+@pytest.mark.parametrize("harm", ["flip", "cut", "other world", "other run"])
+def test_a_directory_that_cannot_be_what_was_written_is_named(harm: str) -> None:
+    objects, key = two_logs(), "log/000001/directory.json.zst"
+    said = json.loads(decompress(objects[key], limit=1 << 20, where=key))
+    objects[key] = {
+        "flip": flipped(objects[key], 9),
+        "cut": objects[key][:-3],
+        "other world": compress(json.dumps({**said, "world": 7}).encode()),
+        "other run": compress(json.dumps({**said, "run": "0" * 32}).encode()),
+    }[harm]
+    assert [(one.severity, one.key) for one in findings(objects)] == [(DAMAGE, key)]

@@ -15,7 +15,7 @@ import msgspec
 from ckpt.errors import MalformedData, ObjectNotFound
 from ckpt.format.codec import compress, decompress
 from ckpt.format.frames import VERSION
-from ckpt.gradlog.record import decode
+from ckpt.format.manifest import parse
 from ckpt.repo.lineage import log_key
 from ckpt.repo.log_files import DIRECTORY
 from ckpt.repo.log_words import check_run
@@ -143,7 +143,7 @@ def read_directory(store: Store, number: int, world: int, run: str) -> Directory
         data = store.get(key, 0, MOST_BYTES)
     except ObjectNotFound:
         return None
-    said = decode(decompress(data, limit=MOST_BYTES, where=key), Directory, key)
+    said = parse(decompress(data, limit=MOST_BYTES, where=key), Directory, key)
     check_run(said.run, run, key)
     if (said.format, said.world) != (VERSION, world):
         raise MalformedData(f"{key}: of version {said.format} and {said.world} ranks, expected {VERSION} and {world}")

@@ -14,12 +14,12 @@ import ckpt
 from ckpt.engine.base import Stepped
 from ckpt.errors import MalformedData
 from ckpt.format.codec import compress
-from ckpt.gradlog.directory import Logged, Row, directory_of, range_of, read_directory, write_directory
 from ckpt.gradlog.record import VERSION, Entry, Part, RankHead
 from ckpt.gradlog.replaying.needed import read_heads
 from ckpt.gradlog.replaying.reading import read_rank_head
 from ckpt.layout.box import Box, boxes_of_range
 from ckpt.repo.lineage import read_head
+from ckpt.repo.log_directory import Logged, Row, directory_of, range_of, read_directory, write_directory
 from ckpt.repo.log_files import DIRECTORY
 from ckpt.store.memory import MemoryStore
 
