@@ -7,6 +7,7 @@ import os
 import sys
 import threading
 import time
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -149,6 +150,8 @@ class Checkpointer:
             with self._comm.joint("peers", timeout):
                 self._peers = Peers(self._comm, self._store.url, peers, peer_memory)
         self.last_full = self.number if self.resumed is None else self._base_of(self.resumed)
+        if self._peers is not None:
+            self._peers.trim(self.last_full)
         self._start()
         self._hook.begin()
 
@@ -219,7 +222,9 @@ class Checkpointer:
             self._handle.durable.settled()
             self._look_at_save()
         if self._peers is not None:
-            self._peers.close(failed=sys.exc_info()[0] is not None)
+            # At the end of the process an error that nobody caught is over, but the interpreter remembers it.
+            failed = sys.exc_info()[0] is not None or getattr(sys, "last_value", None) is not None
+            self._peers.close(failed=failed)
             self._peers = None
         if self._retiring is not None:
             self._retiring.join()
@@ -252,8 +257,11 @@ class Checkpointer:
             return None
         try:
             return load(self._engine, self._root, extra=self._extra, timeout=self._timeout, **options)
-        except NoSuchCheckpoint:
-            return None
+        except CkptError as error:
+            if isinstance(error, NoSuchCheckpoint) and options.get("step") is None:
+                return None
+            error.add_note("arguments of ckpt.load, as replay=False, go into ckpt.Checkpointer(load_options={...})")
+            raise
 
     @staticmethod
     def _base_of(report: LoadReport) -> int:
@@ -350,8 +358,10 @@ class Checkpointer:
             and self._keep is not None
             and (self._retiring is None or not self._retiring.is_alive())
         ):
-            self._retiring = threading.Thread(target=self._retire, name="ckpt retention", daemon=True)
-            self._retiring.start()
+            thread = threading.Thread(target=self._retire, name="ckpt retention", daemon=True)
+            with suppress(RuntimeError):  # the interpreter ends, and starts none any more: the next job does it
+                thread.start()
+                self._retiring = thread
 
     def _retire(self) -> None:
         try:

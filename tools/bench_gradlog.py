@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import socket
 import statistics
 import subprocess
@@ -93,20 +92,17 @@ def overhead(bench: Bench) -> None:
     seconds: dict[bool, list[float]] = {True: [], False: []}
     for block in range(bench.options.steps // BLOCK):
         on = block % 2 == 0
-        keeper = bench.keeper(f"block{block}") if on else None
+        way = Log(bench, f"{bench.root}/block{block}") if on else Way()
+        way.begin()
         bench.step()
-        if keeper is not None:
-            keeper.step()
+        way.step()
         dist.barrier()
         for _ in range(BLOCK):
             began = time.perf_counter()
             bench.job.train_step()
-            if keeper is not None:
-                keeper.step()
+            way.step()
             seconds[on].append(time.perf_counter() - began)
-        if keeper is not None:
-            keeper.close()
-            shutil.rmtree(f"{bench.root}/block{block}", ignore_errors=True)
+        way.end()
         dist.barrier()
     means = [max(one) for one in zip(*bench.all([statistics.fmean(seconds[on]) for on in (True, False)]), strict=True)]
     medians = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 from pathlib import Path
@@ -151,11 +152,18 @@ def _span(texts: Sequence[str]) -> str:
 
 def _stored(several: Sequence[dict[str, Any]]) -> str:
     dtypes = sorted({name for one in several for name in one["dtypes"]})
-    multipliers = sorted({number for one in several for number in one["multipliers"]})
+    # Up to a power of two, which is the log's own choice: of bf16 that of the largest number that it holds.
+    multipliers = sorted({_mantissa(number) for one in several for number in one["multipliers"]})
     if not multipliers or multipliers == [1.0]:
         return ", ".join(dtypes)
     by = f"{multipliers[0]:.4g}" if len(multipliers) == 1 else f"{multipliers[0]:.4g} … {multipliers[-1]:.4g}"
     return f"{', '.join(dtypes)} × {by}"
+
+
+def _mantissa(number: float) -> float:
+    """Return a multiplier times the power of two that brings it to above 0.5, and at most 1."""
+    found = math.frexp(number)[0]
+    return 1.0 if found == 0.5 else found
 
 
 def _note(several: Sequence[dict[str, Any]]) -> tuple[str, str]:
@@ -192,6 +200,8 @@ def _lines(document: dict[str, Any]) -> Iterator[tuple[str, str]]:
                 yield f"  torn: {part['torn']}", "yellow"
             for trouble in part["troubles"]:
                 yield f"  damage: {trouble}", "red"
+        if one["parted"] is not None:
+            yield f"  {one['parted']['why']}", "yellow"
     for one in document["unread"]:
         yield f"damage: {one['why']}; where log {one['log']} belongs is not known", "red"
     if document["others"]:

@@ -56,6 +56,7 @@ def _step(one: Step, parameters: int | None, groups: Sequence[tuple[int, int]]) 
 def _log(one: Log) -> dict[str, Any]:
     head = one.head
     named = [part for part in one.ranks if part.software]
+    parted = one.parted(one.first)
     return {
         "number": head.number,
         "start": head.start,
@@ -66,6 +67,7 @@ def _log(one: Log) -> dict[str, Any]:
         "first": one.first,
         "last": one.last,
         "end": one.end,
+        "parted": None if parted is None else {"step": parted.step, "why": parted.text(head.number)},
         "software": named[0].software if named else {},
         "optimizers": named[0].kernels if named else [],
         "ranks": [_part(part, one.first) for part in one.ranks],

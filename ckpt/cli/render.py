@@ -146,7 +146,8 @@ def print_list(rows: Sequence[dict[str, Any]], unfinished: Sequence[int], log_er
     if log_error:
         out.print(shown(f"gradient logs: {log_error}", "red"))
     if unfinished:
-        out.print(f"begun and not committed: step {', '.join(map(str, unfinished))}")
+        steps = ", ".join(map(str, unfinished))
+        out.print(f"files of step {steps}, which are no checkpoints: begun and not committed, or removed but needed")
 
 
 def print_checkpoint(document: dict[str, Any]) -> None:

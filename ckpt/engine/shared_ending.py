@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
+
 from ckpt.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -32,6 +34,24 @@ def resting() -> Iterator[None]:
         yield
     finally:
         _resting -= 1
+
+
+def untraced(call: Callable[..., None]) -> Callable[..., None]:
+    """Return a function that ``torch.compile`` calls as it is: what it would make of a hook is of no use, and is made
+    anew whenever something has changed that the hook looks at.
+
+    Asked for where an optimizer is there: that has loaded the compiler's front end already, which takes seconds.
+    """
+
+    def called(*args: Any) -> None:
+        call(*args)
+
+    disabled: Callable[..., None] = torch.compiler.disable(called)
+    return disabled
+
+
+def _call(method: Callable[..., None], *args: Any) -> None:
+    method(*args)
 
 
 class Ending:
@@ -132,7 +152,7 @@ class Ending:
 
     def _hook(self, optimizer: Any, when: str, call: Callable[..., None]) -> None:
         try:
-            handle = getattr(optimizer, f"register_step_{when}_hook")(call)
+            handle = getattr(optimizer, f"register_step_{when}_hook")(untraced(call))
         except AttributeError as error:
             kind = type(optimizer).__name__
             raise ConfigError(f"hook=True: an optimizer of type {kind} takes no hooks ({error}): {INSTEAD}") from error
@@ -143,13 +163,14 @@ class Ending:
 
 
 class _Watcher(NamedTuple):
-    """Calls ``before()(part, opens)`` and ``after()(part)``; all references are weak."""
+    """Calls ``before()(part, opens)`` and ``after()(part)`` by ``tell``; all references are weak."""
 
     owner: weakref.ref[Any] | None
     before: Any
     after: Any
     part: int
     opens: bool
+    tell: Callable[..., None]
 
 
 class _Method:
@@ -200,13 +221,13 @@ def watch(owner: Any, name: str, before: Any, after: Any, part: int, opens: bool
     """
     kind = type(owner)
     if name in getattr(owner, "__dict__", {}):  # somebody has wrapped the method of this one object
-        return _watch_object(owner, name, _Watcher(None, before, after, part, opens))
+        return _watch_object(owner, name, _Watcher(None, before, after, part, opens, untraced(_call)))
     try:
         where, method = weakref.ref(owner), _Method.of(kind, name)
     except (AttributeError, TypeError) as error:
         shown = f"{kind.__module__}.{kind.__qualname__}.{name}"
         raise ConfigError(f"hook=True: {shown} cannot be watched ({error}): {INSTEAD}") from error
-    key, watcher = id(owner), _Watcher(where, before, after, part, opens)
+    key, watcher = id(owner), _Watcher(where, before, after, part, opens, untraced(_call))
     method.watchers.setdefault(key, []).append(watcher)
     gone = weakref.finalize(owner, method.forget, key, watcher)
     gone.atexit = False
@@ -237,9 +258,9 @@ def _watch_object(owner: Any, name: str, watcher: _Watcher) -> Callable[[], None
 def _around(watchers: Iterable[_Watcher], original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     for one in watchers:
         if (before := one.before()) is not None:
-            before(one.part, one.opens)
+            one.tell(before, one.part, one.opens)
     result = original(*args, **kwargs)
     for one in watchers:
         if (after := one.after()) is not None:
-            after(one.part)
+            one.tell(after, one.part)
     return result

@@ -18,9 +18,11 @@ from ckpt.gradlog.replaying.reading import read_rank_head
 from ckpt.gradlog.telling import Group, Said, changed_between, numel_of, read_words, said_of
 from ckpt.repo.lineage import LogHead, Span, chain_of
 from ckpt.repo.log_files import TORN, Place, Runs, Trouble, look, ranks_of
+from ckpt.repo.log_joint import Parted, Taking, first_parted
 from ckpt.repo.log_needs import Needs, needs_of
-from ckpt.repo.log_words import check_run
+from ckpt.repo.log_words import Whose, check_run, engine_of
 from ckpt.repo.repository import Repository
+from ckpt.runtime.extras import ENGINE
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -84,7 +86,8 @@ class Step:
 @dataclass(slots=True)
 class RankPart:
     """One rank's part of a log. ``sound``: its records that are. ``parameters``: elements that it logs; None if its
-    head cannot be read. ``torn``: why its last record does not count; empty if it does.
+    head cannot be read. ``torn``: why its last record does not count; empty if it does. ``taking``: which steps it
+    took.
     """
 
     rank: int
@@ -96,6 +99,7 @@ class RankPart:
     troubles: list[str] = field(default_factory=list)
     software: dict[str, str] = field(default_factory=dict)
     kernels: list[str] = field(default_factory=list)
+    taking: Taking = field(default_factory=Taking)
 
 
 @dataclass(slots=True)
@@ -111,7 +115,18 @@ class Log:
     absent: int
 
     def sound_to(self, first: int) -> int:
-        """Return the last step that all ranks have, without a gap from ``first`` on; ``first - 1`` if there is none."""
+        """Return the last step that all ranks have, without a gap from ``first`` on; ``first - 1`` if there is none.
+
+        Of all ranks it must be the same step.
+        """
+        parted = self.parted(first)
+        return self._all_have(first) if parted is None else parted.end
+
+    def parted(self, first: int) -> Parted | None:
+        """Return where, from ``first`` on, the ranks' records stop being of the same steps; None: nowhere."""
+        return first_parted({part.rank: part.taking for part in self.ranks}, first, self._all_have(first))
+
+    def _all_have(self, first: int) -> int:
         return first - 1 if self.absent else min(part.sound.sound_to(first) for part in self.ranks)
 
     @property
@@ -274,6 +289,8 @@ class _RankLook:
             self.part.troubles.append(_damage(error))
             return
         self.behind = _Behind(place.step, said.behind)
+        engine = engine_of([one.document for one in record.objects if one.kind == ENGINE])
+        self.part.taking.add(place.step, Whose(not record.skipped, bool(record.calls or record.samples), engine))
         self.part.sound.add(place.step)
         self.part.records += 1
         self.part.nbytes += said.nbytes

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import atexit
+import threading
 import weakref
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from ckpt.engine.base import EndsSteps
@@ -56,14 +57,16 @@ class Hook:
         """Count steps from here on."""
         if self._on:
             self._remove = self._install()
-            atexit.register(self._at_exit)
+            # Not atexit, which comes when threads cannot be started any more; what is to be stored may need some.
+            with suppress(AttributeError, RuntimeError):
+                threading._register_atexit(self._at_exit)  # type: ignore[attr-defined]
 
     def remove(self) -> None:
         """Take away all hooks, and leave the engine's methods as they were."""
         if self._remove is not None:
             self._remove()
             self._remove = None
-            atexit.unregister(self._at_exit)
+            self._at_exit.over = True
 
     def refuse_call(self) -> None:
         """Refuse a call by the loop of what is called by the engine.
@@ -88,8 +91,9 @@ class _AtExit:
 
     def __init__(self, method: Any) -> None:
         self._method = weakref.WeakMethod(method)
+        self.over = False
 
     def __call__(self) -> None:
-        method = self._method()
+        method = None if self.over else self._method()
         if method is not None:
             method()

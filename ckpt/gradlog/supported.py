@@ -35,6 +35,8 @@ _WHY = {
     "LBFGS": "it evaluates the model several times a step",
     "SparseAdam": "its gradients are sparse",
 }
+_UNSAVED = ("Adafactor", "8bit", "LBFGS")
+"""Optimizers whose state does not lie as the parameters do, so that it is not saved in full either."""
 _KERNEL_SETTINGS = ("adam_w_mode", "fp32_optimizer_states")
 _KERNEL_OPTIONS = ("foreach", "fused", "capturable", "amsgrad", "maximize", "decoupled_weight_decay")
 
@@ -43,17 +45,17 @@ def refuse_unsupported(stepped: list[Stepped]) -> list[Stepped]:
     """Return what is stepped, if all of it can be logged and replayed.
 
     Raises:
-        ConfigError: an optimizer cannot, or a parameter is complex; says which and why. ``gradients=False`` saves
-            without a log.
+        ConfigError: an optimizer cannot, or a parameter is complex; says which and why, and whether
+            ``gradients=False`` saves without a log.
     """
     for optimizer in dict.fromkeys(one.optimizer for one in stepped):
         kind = type(optimizer)
         name = f"{kind.__module__}.{kind.__qualname__}"
         if name not in ELEMENTWISE:
             why = next((text for word, text in _WHY.items() if word in name), "it is not known to work by element")
-            raise ConfigError(
-                f"optimizer {name} cannot be replayed from a log of gradients: {why}; gradients=False saves without one"
-            )
+            unsaved = any(word in name for word in _UNSAVED)
+            instead = "ckpt does not save its state either" if unsaved else "gradients=False saves without one"
+            raise ConfigError(f"optimizer {name} cannot be replayed from a log of gradients: {why}; {instead}")
     for one in stepped:
         if one.key.is_complex():
             raise ConfigError(

@@ -96,8 +96,10 @@ def said_of(record: Record, stored: int, numel: Sequence[int], place: Place) -> 
     for one in (gradient for call in record.calls for gradient in call.gradients):
         if one.dtype not in ITEMSIZE or not all(0 <= entry < len(numel) for entry in one.entries):
             raise MalformedData(f"{where}: a gradient of {one.dtype[:40]!r} and entries {one.entries[:5]}")
-        raw += ITEMSIZE[one.dtype] * sum(numel[entry] for entry in one.entries)
-        dtypes.add(one.dtype)
+        count = sum(numel[entry] for entry in one.entries)
+        raw += ITEMSIZE[one.dtype] * count
+        if count:  # else it only says what was stepped
+            dtypes.add(one.dtype)
         if one.scale:
             multipliers.add(_multiplier(one.scale, where))
     behind = documents(record.options)

@@ -27,7 +27,7 @@ from ckpt.format.manifest import parse
 from ckpt.repo.repository import Repository
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from ckpt.format.manifest import CommitBody
     from ckpt.store.base import Store
@@ -81,6 +81,16 @@ class Way(NamedTuple):
 
     step: int
     spans: tuple[Span, ...]
+
+
+class To(NamedTuple):
+    """How to come to a step. ``ways``: the first one needs no log. ``doubt``: why there may be a newer history, if
+    there may. ``given_up``: later checkpoints of a past that the newest history has replaced.
+    """
+
+    ways: list[Way]
+    doubt: FormatError | None
+    given_up: list[int]
 
 
 def log_key(number: int) -> str:
@@ -263,11 +273,11 @@ def _is_on(commit: CommitBody, head: LogHead) -> bool:
     return commit.log == head.number or (commit.step == head.start and commit.attempt == head.attempt)
 
 
-def ways_to(store: Store, step: int | None) -> tuple[list[Way], FormatError | None]:
+def ways_to(store: Store, step: int | None) -> To:
     """Return how to come to a step, or (None) as far as possible: then each way is to be asked how far it goes.
 
-    The first one needs no log: it is the newest checkpoint, or the one of ``step``. Also why that may not be the way
-    of the newest history, as :func:`known_ways`; never of a step that is a checkpoint.
+    The first way needs no log: it is the newest checkpoint, or the one of ``step``. A checkpoint behind the point where
+    the newest history left an earlier one is not the newest: a job was brought back to before it, and has gone on.
 
     Raises:
         NoSuchCheckpoint: the root is empty, or nothing leads to ``step``.
@@ -278,9 +288,12 @@ def ways_to(store: Store, step: int | None) -> tuple[list[Way], FormatError | No
     if step is None:
         newest = repo.pick(None)
         found, doubt = known_ways(store)
-        return [Way(newest, ()), *reversed(found)], doubt
+        past = _given_up(commits_of(store), found) if found and newest > found[-1].step else []
+        if past:
+            newest = max(one for one in repo.steps() if one not in past)
+        return To([Way(newest, ()), *reversed(found)], doubt, [one for one in past if one > newest])
     if repo.has(step):
-        return [Way(step, ())], None
+        return To([Way(step, ())], None, [])
     known, doubt = known_ways(store)
     found = [_cut(one, step) for one in known if one.step < step]
     if not found:
@@ -289,7 +302,16 @@ def ways_to(store: Store, step: int | None) -> tuple[list[Way], FormatError | No
         _raise_damaged(store)
         repo.pick(step)  # raises, and says what there is
         raise NoSuchCheckpoint(f"no checkpoint of step {step} in {store.url}")
-    return found[::-1], doubt
+    return To(found[::-1], doubt, [])
+
+
+def _given_up(commits: Mapping[int, CommitBody], found: Sequence[Way]) -> list[int]:
+    """Return the checkpoints that lie on logs before the newest one, and not on its history ``found``.
+
+    Of one that no log passes through (``ckpt.save``) nobody knows whose past it is: it counts by its number.
+    """
+    newest, on = found[-1].spans[-1].number, {way.step for way in found}
+    return [step for step, commit in commits.items() if step not in on and commit.log and commit.log < newest]
 
 
 def _raise_damaged(store: Store) -> None:

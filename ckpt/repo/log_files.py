@@ -6,6 +6,7 @@ that is not what was written although others come after it is damage, and is nam
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
@@ -13,7 +14,8 @@ import msgspec
 from ckpt.errors import CkptError, MalformedData, is_damage
 from ckpt.format.frames import HEADER, parse_frame, seal
 from ckpt.repo.lineage import log_key, read_head
-from ckpt.repo.log_words import check_rank_head, check_record
+from ckpt.repo.log_joint import Taking
+from ckpt.repo.log_words import FIRST, Whose, check_rank_head, check_record
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -31,13 +33,14 @@ PIECE = 8 << 20
 
 
 class Place(NamedTuple):
-    """Where the payload of a record is."""
+    """Where the payload of a record is. ``said``: what it says of the step, if that was looked at."""
 
     step: int
     key: str
     start: int
     nbytes: int
     digest: bytes
+    said: Whose | None = None
 
 
 TORN, GAP, DAMAGE = "torn", "gap", "damage"
@@ -57,7 +60,7 @@ class Trouble(NamedTuple):
 class Scan(msgspec.Struct):
     """What one rank's part of a log holds. ``last``: the end of the run of sound records from ``first`` on (``first -
     1``: none). ``trouble``: why it ends there although there is more; empty if that is all there is. ``torn``: why the
-    last record was left out, if one was.
+    last record was left out, if one was. ``taking``: which of the steps it took.
     """
 
     rank: int
@@ -66,6 +69,7 @@ class Scan(msgspec.Struct):
     trouble: str = ""
     torn: str = ""
     nbytes: int = 0
+    taking: Taking = msgspec.field(default_factory=Taking)
 
 
 class Runs:
@@ -138,6 +142,7 @@ def look(
     *,
     whole: bool = True,
     known: Callable[[Place], bool] | None = None,
+    near: Callable[[Place], tuple[Store, Place] | None] | None = None,
     run: str | None = None,
 ) -> Iterator[Place | Trouble]:
     """Yield the sound records of a rank in order, and in between what is wrong; never stops at the first finding.
@@ -150,6 +155,7 @@ def look(
         last: of the last one; None: to the end.
         whole: look at every byte; else at headers alone, and a record is taken for sound if all of it is there.
         known: whether a record's bytes are known to be sound without a look at them here.
+        near: where else a record that is known can be read, at less cost.
         run: of the log: a record that is looked at must be of this run and of ``rank``; None: whosoever it is.
 
     Raises:
@@ -172,9 +178,16 @@ def look(
             if before is not None and place.step != before + 1:
                 yield _out_of_order(key, before, place.step)
             damage = foreign = ""
-            if whole and not (known is not None and known(place)):
-                damage, data = _looked_at(store, place)
-                foreign = "" if damage or run is None else _foreign(store, place, rank, run, data)
+            if whole:
+                data, copy = b"", None
+                if known is not None and known(place):
+                    copy = None if near is None else near(place)
+                else:
+                    damage, data = _looked_at(store, place)
+                if not damage and run is not None:
+                    said = _whose(store, place, rank, run, data, copy)
+                    foreign = said if isinstance(said, str) else ""
+                    place = place if isinstance(said, str) else place._replace(said=said)
             if damage:
                 at_end = is_last and place.start + place.nbytes + 8 > (store.size(key) or 0)
                 yield Trouble(TORN if at_end else DAMAGE, key, place.step, damage)
@@ -194,15 +207,20 @@ def _out_of_order(key: str, before: int, step: int) -> Trouble:
     return Trouble(DAMAGE, key, step, f"{key}: behind step {before} comes step {step} again")
 
 
-def _foreign(store: Store, place: Place, rank: int, run: str, data: bytes) -> str:
-    """Return why a record, every byte of which is as it was written, is none of this log; empty if it is."""
+def _whose(
+    store: Store, place: Place, rank: int, run: str, data: bytes, copy: tuple[Store, Place] | None
+) -> Whose | str:
+    """Return what a record says, every byte of which is as it was written; or why it is none of this log."""
+    if copy is not None:
+        with suppress(CkptError):  # it may have been removed a moment ago
+            return check_record(*copy, rank, run)
     try:
-        check_record(store, place, rank, run, data)
+        data = data or store.get(place.key, place.start, min(place.nbytes, FIRST))
+        return check_record(store, place, rank, run, data)
     except CkptError as error:
         if not is_damage(error):
             raise
         return str(error)
-    return ""
 
 
 def scan(
@@ -212,12 +230,13 @@ def scan(
     first: int,
     last: int | None,
     known: Callable[[Place], bool] | None = None,
+    near: Callable[[Place], tuple[Store, Place] | None] | None = None,
 ) -> Scan:
     """Look at every record of a rank from step ``first`` to ``last`` (None: to the end), digests included.
 
     Also at what the rank says of its part, without which no record of it can be read.
 
-    ``known``: as in :func:`look`.
+    ``known``, ``near``: as in :func:`look`.
 
     Raises:
         StoreError: the store does not answer.
@@ -230,7 +249,7 @@ def scan(
         if found.trouble:
             return found
     run = None if head is None else head.run
-    for one in look(store, number, rank, first, last, known=known, run=run):
+    for one in look(store, number, rank, first, last, known=known, near=near, run=run):
         if isinstance(one, Trouble):
             if one.kind == TORN:
                 found.torn = one.text
@@ -239,6 +258,8 @@ def scan(
             break
         found.last = one.step
         found.nbytes += one.nbytes
+        if one.said is not None:
+            found.taking.add(one.step, one.said)
     return found
 
 

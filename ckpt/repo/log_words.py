@@ -5,16 +5,19 @@ The rest of what a record says is read where it is used (:mod:`ckpt.gradlog.reco
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
 from ckpt.errors import MalformedData
+from ckpt.format.digest import raw_digest
 from ckpt.format.frames import VERSION
 from ckpt.format.manifest import parse
 from ckpt.format.pack import MAX_HEADER, parse_header
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from ckpt.repo.lineage import LogHead
     from ckpt.repo.log_files import Place
     from ckpt.store.base import Store
@@ -26,10 +29,36 @@ FIRST = 64 << 10
 """Bytes of a record that are read at first: nearly always its header is in them."""
 
 
+ENGINE = "engine"
+"""Kind of an object that says how far the engine is (:mod:`ckpt.runtime.extras`)."""
+_NOTHING = msgspec.Raw(b"[]")
+
+
+class _Object(msgspec.Struct, frozen=True):
+    kind: str
+    document: str
+
+
 class _Words(msgspec.Struct, frozen=True):
+    """``calls``, ``samples``: only whether there are any matters here, so they are left as they are."""
+
     step: int
     rank: int
     run: str = ""
+    calls: msgspec.Raw = _NOTHING
+    samples: msgspec.Raw = _NOTHING
+    objects: tuple[_Object, ...] = ()
+
+
+class Whose(NamedTuple):
+    """What a record says of its rank's step. ``taken``: else it was skipped. ``steps``: does it show that this rank
+    steps anything at all? ``engine``: tells what the engine, a scaler included, counts behind it from what it counts
+    behind another step.
+    """
+
+    taken: bool
+    steps: bool
+    engine: bytes = b""
 
 
 class _RankHead(msgspec.Struct, frozen=True):
@@ -41,8 +70,8 @@ class _RankHead(msgspec.Struct, frozen=True):
     run: str = ""
 
 
-def check_record(store: Store, place: Place, rank: int, run: str, data: bytes = b"") -> None:
-    """Check that a record is of the rank and the run that its place says.
+def check_record(store: Store, place: Place, rank: int, run: str, data: bytes = b"") -> Whose:
+    """Check that a record is of the rank and the run that its place says. Returns what it says of the step.
 
     Args:
         store: the repository's.
@@ -73,6 +102,18 @@ def check_record(store: Store, place: Place, rank: int, run: str, data: bytes = 
     if (words.step, words.rank) != (place.step, rank):
         raise MalformedData(f"{where}: says step {words.step} and rank {words.rank}, expected {place.step} and {rank}")
     check_run(words.run, run, where)
+    taken = not _is_empty(words.calls)
+    said = [one.document for one in words.objects if one.kind == ENGINE]
+    return Whose(taken, taken or not _is_empty(words.samples), engine_of(said))
+
+
+def engine_of(documents: Sequence[str]) -> bytes:
+    """Return what tells these documents of an engine from others."""
+    return raw_digest(msgspec.msgpack.encode(documents))
+
+
+def _is_empty(array: msgspec.Raw) -> bool:
+    return b"".join(bytes(memoryview(array)[:64]).split()) == b"[]"
 
 
 def check_rank_head(data: bytes, head: LogHead, rank: int, key: str) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import concurrent.futures.thread  # noqa: F401 - what it does at exit has to come after what is done here
 import logging
 import os
+import sys
 import threading
 import time
 import weakref
@@ -151,7 +152,10 @@ def launch(
     """
     global _hooked
     if not _hooked:
-        register_optimizer_step_pre_hook(_before_step)
+        # Not to be traced with a step that is compiled: what it looks at changes all the time. The compiler's front end
+        # is there if there is an optimizer, and takes seconds to load.
+        loaded = "torch._dynamo" in sys.modules
+        register_optimizer_step_pre_hook(torch.compiler.disable(_before_step) if loaded else _before_step)
         # Not atexit, which comes when threads cannot be started any more; a save starts some for its I/O.
         with suppress(AttributeError, RuntimeError):  # RuntimeError: the interpreter is ending already
             threading._register_atexit(_at_exit)  # type: ignore[attr-defined]

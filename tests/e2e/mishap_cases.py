@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 import shutil
+import signal
 from typing import Any
 
 import torch
@@ -51,6 +53,23 @@ def miscount(
         keeper.close()
         found |= _loaded(root, job)
     return found
+
+
+def miscount_and_die(
+    rank: int, world: int, *, root: str, kind: str, calls: dict[str, int], steps: int, **options: Any
+) -> None:
+    """Train; rank 1 calls as often as ``calls`` says. All are killed before the log that has ended is replaced."""
+    job = Job(kind, **options)
+    keeper = ckpt.Checkpointer(job.engine, root, full_every=100, extra={"mark": rank})
+    for step in range(1, steps + 1):
+        job.train(1, step - 1)
+        for _ in range(calls.get(str(step), 1) if rank == 1 else 1):
+            keeper.step()
+    keeper.flush()
+    if keeper._handle is not None:
+        keeper._handle.durable.wait(60)
+    dist.barrier()
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def warnings(rank: int, world: int, *, root: str, kind: str, steps: int, **options: Any) -> list[str]:

@@ -21,6 +21,7 @@ ENGINES: dict[str, tuple[int, dict[str, Any]]] = {
     "ddp": (2, {"kind": "ddp"}),
     "fsdp2": (3, {"kind": "fsdp2"}),
     "fsdp2 bf16": (2, {"kind": "fsdp2", "bf16": True}),
+    "fsdp2, fewer rows than ranks": (3, {"kind": "fsdp2", "narrow": True}),
     "hsdp": (4, {"kind": "hsdp"}),
     "fsdp2 x tp": (4, {"kind": "fsdp2 x tp"}),
     "ZeroRedundancyOptimizer": (2, {"kind": "zero1"}),
@@ -93,6 +94,10 @@ ELSEWHERE: dict[str, tuple[tuple[int, dict[str, Any]], tuple[int, dict[str, Any]
         (2, {"kind": "deepspeed", "stage": 0, "dtype": "fp16"}),
     ),
     "fsdp2 on 3 to ddp on 2": ((3, {"kind": "fsdp2"}), (2, {"kind": "ddp"})),
+    "fsdp2 with fewer rows than ranks, on 3 to 2": (
+        (3, {"kind": "fsdp2", "narrow": True}),
+        (2, {"kind": "fsdp2", "narrow": True}),
+    ),
     "ddp on 2 to fsdp2 x tp on 4": ((2, {"kind": "ddp"}), (4, {"kind": "fsdp2 x tp"})),
     "pipeline on 4 to one process": ((4, {"kind": "tp x pp x dp"}), (1, {"kind": "plain"})),
     "hsdp on 4 to ZeroRedundancyOptimizer on 2": ((4, {"kind": "hsdp"}), (2, {"kind": "zero1"})),

@@ -61,6 +61,35 @@ def test_ranks_that_cannot_meet_at_a_full_save_say_why(
     assert found[1 - waits]["ended"].startswith("lost: ")
 
 
+ZERO3 = {"kind": "deepspeed", "stage": 3, "dtype": "bf16"}
+FP16 = {"kind": "deepspeed", "stage": 3, "dtype": "fp16", "extra": OVERFLOWS}
+
+
+@pytest.mark.parametrize(
+    ("options", "times", "at", "ends"),
+    [
+        ({"kind": "fsdp2"}, 2, 4, 4),
+        (ZERO3, 2, 4, 4),
+        (FP16, 0, 14, 12),  # the scale has grown again: step 14 overflows
+    ],
+    ids=["fsdp2 twice", "zero-3 twice", "zero-3 forgotten behind a skipped step"],
+)
+def test_a_rank_that_has_miscounted_before_the_job_dies(
+    options: dict[str, Any], times: int, at: int, ends: int, tmp_path: Path
+) -> None:
+    common = {"root": str(tmp_path), **options}
+    calls = {"calls": {str(at): times}, "steps": at + 4, "expect_killed": [0, 1]}
+    ranks(2, f"{CASES}:miscount_and_die", timeout=120, **calls, **common)
+    history = history_of(open_store(tmp_path))
+    found = ranks(2, "tests.e2e.gradlog_cases:come_back_somewhere", timeout=120, **common).values()
+    for one in found:
+        (note,) = one["notes"]
+        assert "some rank has called ckpt.Checkpointer.step() once too often or not often enough" in note
+        assert f"ends behind step {one['step']}" in note
+        assert one["step"] == history.reaches == ends
+        assert (one["exact"], one["state"], one["objects"], one["losses"], one["end"]) == (True, [], True, True, [])
+
+
 @pytest.mark.parametrize(
     ("how", "full_every", "words"),
     [

@@ -113,12 +113,17 @@ def _sharded(model: Any, mesh: Any, **options: Any) -> Any:
     return fully_shard(model, mesh=mesh, **options)
 
 
-def _fsdp2(seed: int, *, optimizer: str, bf16: bool = False) -> Job:
+def _fsdp2(seed: int, *, optimizer: str, bf16: bool = False, narrow: bool = False) -> Job:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
     policy = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)} if bf16 else {}
-    model = _sharded(part_of_model(seed), mesh, **policy)
+    whole: Any = part_of_model(seed)
+    if narrow:  # fewer rows than ranks, of a matrix and of a vector
+        whole.gain = nn.Parameter(torch.ones(1))
+        whole.shift = nn.Parameter(torch.zeros(1, VOCAB))
+        whole.register_forward_hook(lambda model, _, out: out * model.gain + model.shift)
+    model = _sharded(whole, mesh, **policy)
     return _finished(model, _optimizer(optimizer, model), dp_rank=dist.get_rank())
 
 

@@ -108,7 +108,7 @@ def test_ls_lists_steps_in_numeric_order_and_what_is_unfinished(root: Path) -> N
     lines = run("ls", root).splitlines()
     assert [line.split()[0] for line in lines[1:3]] == ["9", "10"]
     assert "1 diverging replica" in lines[1]
-    assert "begun and not committed: step 11" in lines[-1]
+    assert "files of step 11, which are no checkpoints" in lines[-1]
     document = json.loads(run("ls", root, "--json"))
     assert [row["step"] for row in document["checkpoints"]] == [9, 10]
     assert document["uncommitted"] == [11]

@@ -6,13 +6,14 @@ import sys
 import xml.etree.ElementTree as ElementTree
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import pytest
 from click.testing import CliRunner
 
 from ckpt.cli.log import ranges
 from ckpt.cli.main import cli
 from ckpt.store.local import LocalStore
-from tests.harness.logged_jobs import PARAMETERS, LoggedJob, loaded, logged, on_two_ranks, two_logs
+from tests.harness.logged_jobs import PARAMETERS, LoggedJob, changed_record, loaded, logged, on_two_ranks, two_logs
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -150,6 +151,17 @@ def test_a_torn_end_shortens_the_log_and_is_no_error(both: Path) -> None:
     assert "rank 1 to step 14, rank 0 to step 15: all of them to step 14" in out
     assert "on 1 of 2 ranks; out of reach" in out.splitlines()[15]
     assert "torn: log/000002/rank00001/000000000015.log" in out
+
+
+def test_a_step_that_some_ranks_took_and_some_skipped_is_named(both: Path) -> None:
+    path = both / "log/000002/rank00001/000000000014.log"
+    skipped = changed_record(path.read_bytes(), lambda record: msgspec.structs.replace(record, calls=()))
+    path.write_bytes(skipped)
+    said = " ".join(run("log", both).split())
+    assert "log 2: step 14 was taken on rank 0 and skipped on rank 1: some rank has called" in said
+    found = document(both)
+    last = found["logs"][1]
+    assert (last["parted"]["step"], last["end"], found["reaches"], found["damaged"]) == (14, 12, 12, False)
 
 
 def test_a_rank_without_its_part_leads_nowhere(both: Path) -> None:
@@ -316,3 +328,12 @@ def test_gc_names_the_kind_of_log_that_goes(tmp_path: Path) -> None:
     logged(tmp_path / "root", 1, resume=False)
     found = json.loads(run("gc", tmp_path / "root", "--dry-run", "--older-than", "0", "--json"))["removed"]
     assert ("given-up log", "log/000001") in {(row["kind"], row["key"]) for row in found}
+
+
+@pytest.mark.parametrize(
+    ("multipliers", "shown"),
+    [([], "bfloat16"), ([1.0], "bfloat16"), ([2.0**-100], "bfloat16"), ([0.75 * 2.0**-110], "bfloat16 × 0.75"),
+     ([2.0**-16, 0.625], "bfloat16 × 0.625 … 1")],
+)  # fmt: skip
+def test_a_multiplier_is_shown_up_to_a_power_of_two(multipliers: list[float], shown: str) -> None:
+    assert _stored([{"dtypes": ["bfloat16"], "multipliers": multipliers}]) == shown

@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 
 from ckpt.errors import CkptError, ConfigError
-from ckpt.gradlog.copies.memory import HostMemory, folder_for, free_bytes
+from ckpt.gradlog.copies.memory import HostMemory, Keeper, folder_for, free_bytes
 from ckpt.gradlog.copies.near import Near
 from ckpt.repo.log_files import segment_key
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+    from ckpt.gradlog.copies.memory import Copying
     from ckpt.runtime.comm import Comm
-    from ckpt.store.base import ObjectWriter
 
 ROUND = 16 << 20
 """Bytes that one rank sends another at once."""
@@ -246,29 +246,32 @@ class _Outgoing:
 
 
 class _Incoming:
-    """Records that come as one sequence of bytes, each a file once it is whole. ``left``: bytes that are to come."""
+    """Records that come as one sequence of bytes, each a file once it is whole. ``left``: bytes that are to come.
+    ``nbytes``: those of the records that were kept; the others are read from the store.
+    """
 
     def __init__(self, memory: HostMemory, items: Sequence[_Item], sizes: Sequence[int]) -> None:
-        self.items, self.nbytes = items, sum(sizes)
-        self.left = self.nbytes
-        self._memory = memory
+        self.items, self.left, self.nbytes = items, sum(sizes), 0
+        self._keeper = Keeper(memory, self.left)
         self._todo = [(item, size) for item, size in zip(items, sizes, strict=True) if size][::-1]
-        self._writer: ObjectWriter | None = None
-        self._missing = 0
+        self._copy: Copying | None = None
+        self._missing = self._size = 0
 
     def put(self, data: memoryview) -> None:
         """Take the next bytes."""
         self.left -= len(data)
         while data:
-            if self._writer is None:
-                item, self._missing = self._todo.pop()
-                self._writer = self._memory.store.writer(segment_key(*item), size=self._missing)
+            if self._copy is None:
+                item, self._size = self._todo.pop()
+                self._copy, self._missing = self._keeper.begin(*item, self._size), self._size
             part = data[: self._missing]
-            self._writer.write(part)
+            self._copy.write(part)
             self._missing -= len(part)
             if not self._missing:
-                self._writer.finish()
-                self._writer = None
+                with self._copy as copy:
+                    pass
+                self.nbytes += self._size if copy.kept else 0
+                self._copy = None
             data = data[len(part) :]
 
 

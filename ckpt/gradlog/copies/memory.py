@@ -8,17 +8,19 @@ removes it, nothing can come out wrong, and nothing is lost that was durable.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import stat
 import threading
 import time
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckpt.errors import CkptError, ConfigError, MalformedData, StoreError
 from ckpt.format.digest import raw_digest
 from ckpt.format.frames import HEADER, parse_frame
-from ckpt.repo.log_files import SUFFIX, Place, damage_of, segment_key
+from ckpt.repo.log_files import Place, damage_of, segment_key
 from ckpt.runtime.describing import host_name
 from ckpt.store.local import LocalStore
 
@@ -26,17 +28,19 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from ckpt.format.digest import Buffer
+    from ckpt.store.base import ObjectWriter
 
 VARIABLE = "CKPT_PEER_MEMORY"
 SHARED_MEMORY = "/dev/shm"  # noqa: S108  # a folder below it, which is checked to be this user's alone
+_RUN, _RANK = re.compile(r"[0-9a-f]{32}"), re.compile(r"rank[0-9]{5,7}")
+_STEP = re.compile(r"[0-9]{1,18}\.log")
 STALE_SECONDS = 24 * 3600.0
 """What no job has touched for so long was left behind by one that has ended. Nothing durable is lost with it."""
 
 
 def base_folder() -> str:
-    """Return the folder of all copies of this user on this host: ``CKPT_PEER_MEMORY``, or one in ``/dev/shm``."""
-    given = os.environ.get(VARIABLE)
-    return given or os.path.join(SHARED_MEMORY, f"ckpt-{os.getuid()}")
+    """Return the folder of all copies of this user on this host: in ``CKPT_PEER_MEMORY``, else in ``/dev/shm``."""
+    return os.path.join(os.environ.get(VARIABLE) or SHARED_MEMORY, f"ckpt-{os.getuid()}")
 
 
 def folder_for(url: str) -> str:
@@ -69,14 +73,17 @@ class HostMemory:
         """
         folder = folder_for(url)
         try:
-            for part in (os.path.dirname(folder), folder):
+            base = os.path.dirname(folder)
+            for part in (os.path.dirname(base), base, folder):
                 with suppress(FileExistsError):
                     os.mkdir(part, 0o700)
-                if not _is_ours(part):
+                if part != os.path.dirname(base) and not _is_ours(part):
                     raise ConfigError(f"{part}: expected a folder that belongs to this user alone (mode 0700)")
-        except OSError as error:
+        except ConfigError:
+            raise
+        except (OSError, ValueError) as error:
             raise ConfigError(
-                f"peers: no memory for copies of the log at {folder} ({error.strerror}); {VARIABLE} names another"
+                f"peers: no memory for copies of the log at {folder} ({error}); {VARIABLE} names another"
             ) from error
         return cls(folder)
 
@@ -91,14 +98,15 @@ class HostMemory:
         return f"{boot}:{found.st_dev}:{found.st_ino}"
 
     def held(self) -> dict[tuple[str, int], list[int]]:
-        """Return (run, rank) -> steps of the records that there are copies of, ascending."""
+        """Return (run, rank) -> steps of the records that there are copies of, ascending. Whatever else lies there is
+        none of ours.
+        """
         found: dict[tuple[str, int], list[int]] = {}
-        for run in self.store.children(""):
-            for name in self.store.children(run):
-                rank = name.removeprefix("rank")
-                if name != rank and _is_number(rank):
-                    steps = [one.removesuffix(SUFFIX) for one in self.store.children(f"{run}/{name}")]
-                    found[run, int(rank)] = sorted(int(step) for step in steps if _is_number(step))
+        for run in _entries(self.folder):
+            for rank in _entries(run.path) if _RUN.fullmatch(run.name) else ():
+                if _RANK.fullmatch(rank.name):
+                    steps = sorted(int(one.stem) for one in _files(rank.path) if _STEP.fullmatch(one.name))
+                    found[run.name, int(rank.name.removeprefix("rank"))] = steps
         return found
 
     def place(self, run: str, rank: int, step: int) -> Place | None:
@@ -134,8 +142,17 @@ class HostMemory:
         now = time.time()
         for entry in _entries(os.path.dirname(self.folder)):
             with suppress(OSError):
-                if entry.path != self.folder and now - _touched(entry.path) > STALE_SECONDS:
+                is_old = now - _touched(entry.path) > STALE_SECONDS
+                if is_old and _RUN.fullmatch(entry.name) and entry.path != self.folder:
                     shutil.rmtree(entry.path)
+
+    def remove_oldest(self) -> bool:
+        """Remove the copy of the oldest record that anybody has left here. Returns whether there was one."""
+        left = [(steps[0], *key) for key, steps in self.held().items() if steps]
+        if left:
+            step, run, rank = min(left)
+            self.remove(run, rank, step)
+        return bool(left)
 
     def remove(self, run: str, rank: int, step: int) -> None:
         """Remove a copy, and its folder with the last of them."""
@@ -164,31 +181,34 @@ class Keeper:
         """copies that gave way to newer ones before a full save made them needless"""
 
     def keep(self, run: str, rank: int, step: int, parts: Iterable[Buffer]) -> bool:
-        """Keep a frame; older ones give way. Returns whether there was room.
-
-        Raises:
-            StoreError: the memory cannot be written, for another reason than that it is full.
-        """
+        """Keep a frame; older ones give way. Returns whether there was room."""
         parts = list(parts)
         nbytes = sum(memoryview(part).nbytes for part in parts)
+        while True:
+            with self.begin(run, rank, step, nbytes) as copy:
+                for part in parts:
+                    copy.write(part)
+            if copy.kept or not copy.failed or not self.make_room():
+                return copy.kept
+
+    def begin(self, run: str, rank: int, step: int, nbytes: int) -> Copying:
+        """Begin to keep a frame of ``nbytes`` bytes that comes in parts; older ones give way."""
         with self._lock:
             while self._bytes + nbytes > self.limit and self._drop():
                 pass
-            if self._bytes + nbytes > self.limit:
-                return False
-            while True:
-                try:
-                    with self.memory.store.writer(segment_key(run, rank, step), size=nbytes) as out:
-                        for part in parts:
-                            out.write(part)
-                        out.finish()
-                    break
-                except StoreError:
-                    if not self._drop():  # others may have taken the room; without anything to give up it is lost
-                        raise
-            self._kept[step, run, rank] = nbytes
+            fits = self._bytes + nbytes <= self.limit
+        return Copying(self, (step, run, rank), nbytes, fits=fits)
+
+    def add(self, which: tuple[int, str, int], nbytes: int) -> None:
+        """Take note of a copy that is there."""
+        with self._lock:
+            self._kept[which] = nbytes
             self._bytes += nbytes
-            return True
+
+    def make_room(self) -> bool:
+        """Give up the oldest copy, one that an earlier job has left if there is none of this one's."""
+        with self._lock:
+            return self._drop() or self.memory.remove_oldest()
 
     def _drop(self) -> bool:
         if not self._kept:
@@ -218,6 +238,55 @@ class Keeper:
             os.rmdir(self.memory.folder)
 
 
+class Copying:
+    """A copy that is being made, part by part. ``kept``: it is there. ``failed``: the memory did not take it (others
+    may have used the room); else it is larger than all that may be used.
+    """
+
+    def __init__(self, keeper: Keeper, which: tuple[int, str, int], nbytes: int, *, fits: bool) -> None:
+        self._keeper, self._which, self._nbytes, self._left = keeper, which, nbytes, nbytes
+        self._writer: ObjectWriter | None = None
+        self.kept = self.failed = False
+        step, run, rank = which
+        if fits:
+            try:
+                self._writer = keeper.memory.store.writer(segment_key(run, rank, step), size=nbytes)
+            except StoreError:
+                self.failed = True
+
+    def write(self, data: Buffer) -> None:
+        """Take the next bytes."""
+        self._left -= memoryview(data).nbytes
+        if self._writer is not None:
+            try:
+                self._writer.write(data)
+            except StoreError:
+                self._give_up()
+
+    def _give_up(self) -> None:
+        if self._writer is not None:
+            writer, self._writer, self.failed = self._writer, None, True
+            writer.__exit__(None, None, None)
+
+    def __enter__(self) -> Copying:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._writer is None:
+            return
+        if self._left or exc[0] is not None:
+            self._give_up()
+            return
+        try:
+            with self._writer as writer:
+                writer.finish()
+        except StoreError:
+            self.failed = True
+            return
+        self._keeper.add(self._which, self._nbytes)
+        self.kept = True
+
+
 def free_bytes(folder: str) -> int:
     """Return how many bytes could still be written below a folder."""
     found = os.statvfs(folder)
@@ -232,14 +301,17 @@ def _is_ours(folder: str) -> bool:
     return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022
 
 
-def _is_number(text: str) -> bool:
-    return text.isascii() and text.isdigit() and len(text) <= 18
-
-
 def _entries(folder: str) -> list[os.DirEntry[str]]:
     try:
         with os.scandir(folder) as found:
             return [one for one in found if one.is_dir(follow_symlinks=False)]
+    except OSError:
+        return []
+
+
+def _files(folder: str) -> list[Path]:
+    try:
+        return [one for one in Path(folder).iterdir() if one.is_file() and not one.is_symlink()]
     except OSError:
         return []
 

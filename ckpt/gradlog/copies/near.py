@@ -48,6 +48,13 @@ class Near:
         twin = None if self.memory is None else self.memory.twin(run, rank, place)
         return None if twin is None or self.memory is None else (self.memory.store, twin)
 
+    def beside(self, run: str, rank: int, place: Place) -> tuple[Store, Place] | None:
+        """Return where else a record is, as :meth:`find` does, which was proved a moment ago and is not again."""
+        if _name(run, rank, place) in self._looked.objects or self.memory is None or not run:
+            return self.find(run, rank, place)
+        copy = self.memory.place(run, rank, place.step)
+        return None if copy is None or copy.digest != place.digest else (self.memory.store, copy)
+
     def is_sound(self, store: Store, run: str, rank: int, place: Place) -> bool:
         """Is this record known to be what was written, by a copy or by a look at all of it now? False: not known."""
         if self.find(run, rank, place) is not None:

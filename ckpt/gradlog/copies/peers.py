@@ -21,6 +21,7 @@ from ckpt.gradlog.copies.lines import Lines
 from ckpt.gradlog.copies.memory import HostMemory, Keeper, free_bytes
 from ckpt.repo.log_files import segment_key
 from ckpt.runtime.describing import host_name
+from ckpt.words import listed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -35,8 +36,11 @@ PIECE = 4 << 20
 """Bytes of a message: what sending and receiving hold beside the copies."""
 CLOSE_SECONDS = 10.0
 """How long a rank that ends waits for those whose copies it keeps to end too."""
-_HEADER = struct.Struct("<16sQQQQ")
-"""In front of each piece: run, rank, step, bytes of the frame, where the piece begins. No bytes: nothing follows."""
+MANY = 64
+"""Records that wait for a partner when it is told that it is slow."""
+_HEADER = struct.Struct("<16sQQQ")
+"""In front of a record: run, rank, step, bytes of the frame (none: nothing follows). Its pieces follow; an empty one
+says that the rest does not come."""
 
 
 def partners_of(hosts: Sequence[str], peers: int) -> list[list[int]]:
@@ -97,25 +101,28 @@ class Peers:
                 "peers=%d: the ranks are on %d host(s), so each record has %d copies on others",
                 peers, len(set(hosts)), len(set(hosts)) - 1,
             )  # fmt: skip
-        self._queue: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self.broken: str | None = None
-        self.sent = self.received = 0
-        """bytes of copies, of all that went well"""
+        self.received = 0
+        """bytes of others' copies that went well"""
         self._told_full = False
         self._ended: set[int] = set()
         self._changed = threading.Condition()
         # Others may call as soon as this is there.
         self._lines = Lines(comm, self._receive) if len(set(hosts)) > 1 else None
-        self._sender = threading.Thread(target=self._send, name="ckpt copies send", daemon=True)
-        if self._lines is not None:
-            self._sender.start()
+        self._senders = [] if self._lines is None else [_Sender(self, self._lines, one) for one in self._partners]
+
+    @property
+    def sent(self) -> int:
+        """Bytes of copies that partners have taken."""
+        return sum(one.sent for one in self._senders)
 
     # -- for the log --------------------------------------------------------------------------------------------------
 
     def copy(self, run: str, step: int, frame: Sequence[Buffer]) -> None:
         """Keep a record of this rank, and send it to its partners behind what is on its way. Never fails."""
-        if self._keep(run, self.rank, step, frame) and self.broken is None and self._partners:
-            self._queue.put(_Job(run, step, sum(memoryview(part).nbytes for part in frame)))
+        if self.broken is None and self._told(self.keeper.keep(run, self.rank, step, frame)):
+            for one in self._senders:
+                one.put(_Job(run, step, sum(memoryview(part).nbytes for part in frame)))
 
     def trim(self, base: int) -> None:
         """Remove what the full save of step ``base`` makes needless."""
@@ -133,94 +140,130 @@ class Peers:
         """
         clean = not failed
         if self._lines is not None:
-            self._queue.put(None)
             deadline = time.monotonic() + CLOSE_SECONDS
-            self._sender.join(CLOSE_SECONDS)
+            for one in self._senders:
+                one.end()
+            late = {one.partner for one in self._senders if not one.join(deadline)}
             with self._changed:
-                while clean and self.broken is None and not self._ended >= self._sources:
+                while clean and self.broken is None and not late and not self._ended >= self._sources:
                     if not self._changed.wait(max(0.0, deadline - time.monotonic())):
-                        break
-                clean = clean and self.broken is None and self._ended >= self._sources and not self._sender.is_alive()
-                self.broken = self.broken or "ended"
+                        late |= self._sources - self._ended
+                clean = clean and self.broken is None and not late
+                broken, self.broken = self.broken, self.broken or "ended"
+            if late and broken is None:
+                log.warning(
+                    "rank %d: rank(s) %s did not end within %g s of this one; copies of log records stay in memory",
+                    self.rank, listed(sorted(late), 8), CLOSE_SECONDS,
+                )  # fmt: skip
             self._lines.close()
         if clean:
             self.keeper.remove()
 
     # -- behind the training ------------------------------------------------------------------------------------------
 
-    def _keep(self, run: str, rank: int, step: int, frame: Sequence[Buffer]) -> bool:
-        try:
-            kept = self.keeper.keep(run, rank, step, frame)
-        except StoreError as error:
-            self._break(str(error))
-            return False
+    def _told(self, kept: bool) -> bool:
+        """Tell once that there is not enough memory; return whether a copy was kept."""
         if (not kept or self.keeper.dropped) and not self._told_full:
             self._told_full = True
             log.warning(
-                "rank %d: %d bytes of memory do not hold the copies of all steps since the last full save; the newest "
-                "are kept", self.rank, self.keeper.limit,
+                "rank %d: %s does not hold the copies of all steps since the last full save (this rank may use %d "
+                "bytes of it, %d are free); the newest are kept",
+                self.rank, self.keeper.memory.folder, self.keeper.limit, free_bytes(self.keeper.memory.folder),
             )  # fmt: skip
         return kept
 
-    def _break(self, why: str) -> None:
+    def give_up(self, why: str) -> None:
+        """Make and take no more copies."""
         if self.broken is None:
             self.broken = why
             log.warning("rank %d: no more copies of log records in memory: %s", self.rank, why)
 
-    def _send(self) -> None:
-        buffer = memoryview(bytearray(PIECE))
-        lines: list[Connection] = []
-        try:
-            lines.extend(self._lines.call(partner) for partner in self._partners)  # type: ignore[union-attr]
-            while (job := self._queue.get()) is not None:
-                for line in lines:
-                    self._send_one(job, line, buffer)
-            for line in lines:
-                line.send_bytes(_HEADER.pack(bytes(16), self.rank, 0, 0, 0))
-        except OSError as error:
-            self._break(f"a peer is gone ({error})")
-        finally:
-            for line in lines:
-                line.close()
-
-    def _send_one(self, job: _Job, line: Connection, buffer: memoryview) -> None:
-        """Send a record as it lies in memory, so that nothing of it has to be kept beside."""
-        memory = self.keeper.memory
-        key = segment_key(job.run, self.rank, job.step)
-        for at in range(0, job.nbytes, PIECE):
-            part = buffer[: min(PIECE, job.nbytes - at)]
-            try:
-                whole = memory.store.read_into(key, at, part) == len(part)
-            except StoreError:
-                whole = False
-            if not whole:
-                return  # it has given way to newer ones; what has come of it is forgotten there with the next one
-            line.send_bytes(_HEADER.pack(bytes.fromhex(job.run), self.rank, job.step, job.nbytes, at))
-            line.send_bytes(part)
-        self.sent += job.nbytes
-
     def _receive(self, line: Connection) -> None:
         """Keep what a peer sends, until it ends."""
-        parts: list[bytes] = []
         try:
-            while True:
-                run, rank, step, nbytes, at = _HEADER.unpack(line.recv_bytes(_HEADER.size))
-                if not nbytes:
-                    with self._changed:
-                        self._ended.add(rank)
-                        self._changed.notify_all()
-                    return
-                piece = line.recv_bytes(PIECE)
-                parts = [*parts, piece] if at and at == sum(map(len, parts)) else [piece]
-                if sum(map(len, parts)) == nbytes and self.broken is None:
-                    kept = self._keep(run.hex(), rank, step, parts)
-                    parts = []
-                    with self._changed:
-                        self.received += nbytes if kept else 0
-                        self._changed.notify_all()
+            while self._receive_one(line):
+                pass
         except (OSError, EOFError, struct.error) as error:
-            if self.broken is None:
-                self._break(f"a peer whose copies are kept here is gone ({type(error).__name__}: {error})")
+            self.give_up(f"a peer whose copies are kept here is gone ({type(error).__name__}: {error})")
+
+    def _receive_one(self, line: Connection) -> bool:
+        """Take a record, piece by piece; one that does not come to its end is forgotten."""
+        run, rank, step, nbytes = _HEADER.unpack(line.recv_bytes(_HEADER.size))
+        if not nbytes:
+            with self._changed:
+                self._ended.add(rank)
+                self._changed.notify_all()
+            return False
+        left = nbytes
+        with self.keeper.begin(run.hex(), rank, step, nbytes) as copy:
+            while left and (piece := line.recv_bytes(PIECE)):
+                copy.write(piece)
+                left -= len(piece)
+        if not left:
+            self._told(copy.kept)
+            if copy.failed:  # the next one may find room
+                self.keeper.make_room()
+        with self._changed:
+            self.received += nbytes if copy.kept else 0
+            self._changed.notify_all()
+        return True
+
+
+class _Sender:
+    """The line to one partner, and what waits to be sent there. One that stalls holds up nobody else."""
+
+    def __init__(self, peers: Peers, lines: Lines, partner: int) -> None:
+        self._peers, self._lines, self.partner = peers, lines, partner
+        self._queue: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._slow = False
+        self.sent = 0
+        self._thread = threading.Thread(target=self._work, name=f"ckpt copies to {partner}", daemon=True)
+        self._thread.start()
+
+    def put(self, job: _Job) -> None:
+        """Send a record behind those that wait."""
+        self._queue.put(job)
+        if self._queue.qsize() > MANY and not self._slow:
+            self._slow = True
+            log.warning(
+                "rank %d: rank %d takes copies of log records more slowly than they are made: %d wait",
+                self._peers.rank, self.partner, MANY,
+            )  # fmt: skip
+
+    def end(self) -> None:
+        """Send nothing that comes later."""
+        self._queue.put(None)
+
+    def join(self, deadline: float) -> bool:
+        """Wait until all is sent; return whether it is."""
+        self._thread.join(max(0.0, deadline - time.monotonic()))
+        return not self._thread.is_alive()
+
+    def _work(self) -> None:
+        buffer = memoryview(bytearray(PIECE))
+        try:
+            with self._lines.call(self.partner) as line:
+                while (job := self._queue.get()) is not None:
+                    self._send(job, line, buffer)
+                line.send_bytes(_HEADER.pack(bytes(16), self._peers.rank, 0, 0))
+        except OSError as error:
+            self._peers.give_up(f"rank {self.partner} is gone ({error})")
+
+    def _send(self, job: _Job, line: Connection, buffer: memoryview) -> None:
+        """Send a record as it lies in memory, so that nothing of it has to be kept beside."""
+        memory, rank = self._peers.keeper.memory, self._peers.rank
+        key = segment_key(job.run, rank, job.step)
+        line.send_bytes(_HEADER.pack(bytes.fromhex(job.run), rank, job.step, job.nbytes))
+        for at in range(0, job.nbytes, PIECE):
+            part = buffer[: min(PIECE, job.nbytes - at)]
+            whole = False
+            with suppress(StoreError):
+                whole = memory.store.read_into(key, at, part) == len(part)
+            if not whole:  # it has given way to newer ones
+                line.send_bytes(b"")
+                return
+            line.send_bytes(part)
+        self.sent += job.nbytes
 
 
 def checked_peers(peers: object, memory: object) -> tuple[int, int | None]:

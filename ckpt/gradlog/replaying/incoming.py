@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from ckpt.errors import MalformedData, ReplayError
+from ckpt.gradlog.replaying.empty import Told, empty_that_step
 from ckpt.gradlog.replaying.filling import Filling
 from ckpt.gradlog.replaying.mapping import by_source
 from ckpt.gradlog.replaying.streaming import Keeping, Scratch, read_verified
@@ -25,8 +26,8 @@ if TYPE_CHECKING:
 
 
 class Arrived(NamedTuple):
-    """What was read of a step, each record proved. ``filled``: targets whose gradient it has. ``loose``: (shard, what
-    the log has of it, its bytes); ``kinds``: (kind, name) -> tree of the rank's own record.
+    """What was read of a step, each record proved. ``filled``: targets that are stepped, with their gradients.
+    ``loose``: (shard, what the log has of it, its bytes); ``kinds``: (kind, name) -> tree of the rank's own record.
     """
 
     filled: list[Target]
@@ -44,6 +45,7 @@ class Incoming:
         loose: tensors that no optimizer steps.
         own: the rank of the log whose objects are wanted.
         order: ranks of the log whose loose tensors are wanted, first come first served.
+        same: are the targets what ``own`` stepped, in the same order?
     """
 
     def __init__(
@@ -54,9 +56,11 @@ class Incoming:
         loose: Sequence[LiveShard],
         own: int,
         order: Sequence[int],
+        *,
+        same: bool = False,
     ) -> None:
         self._number, self._heads, self._targets, self._loose = number, heads, targets, loose
-        self._own, self._order = own, order
+        self._own, self._order, self._same = own, order, same
         self._copies = by_source(targets)
         self._scratch = Scratch()
 
@@ -67,13 +71,13 @@ class Incoming:
             ReplayError: there is only a part of a gradient.
             DigestMismatch, MalformedData: a record is not what was written.
         """
-        calls = {r: one.record.calls[0] for r, one in opened.items() if one.record.calls and r in self._copies}
+        calls = {r: one.record.calls[0] for r, one in opened.items() if one.record.calls and r in self._heads}
         loose = self._wanted(opened)
         found = Arrived(self._complete(step, opened, calls), [], {})
         for r, one in opened.items():
             takers: dict[str, Taker] = {}
             kept: dict[str, Keeping] = {}
-            if r in calls:
+            if r in calls and r in self._copies:
                 for gradient in calls[r].gradients:
                     if any(entry in self._copies[r] for entry in gradient.entries):
                         takers[gradient.name] = Filling(one, self._heads[r], gradient, self._copies[r])
@@ -97,7 +101,8 @@ class Incoming:
                 raise ReplayError(f"log {self._number}, step {step}: a part of the gradient of {name!r} was not logged")
             if there:
                 found.append(target)
-        return found
+        told = {r: Told(self._heads[r], call, logged[r]) for r, call in calls.items()}
+        return found + empty_that_step(self._targets, found, told.get(self._own), told, same=self._same)
 
     def _entries(self, rank: int, one: Opened, call: Call) -> set[int]:
         there, count = set[int](), len(self._heads[rank].entries)

@@ -122,6 +122,12 @@ def needed_ranks(stepped: Iterable[Stepped], heads: Mapping[int, RankHead]) -> s
     }
 
 
+def ranks_with(stepped: Iterable[Stepped], heads: Mapping[int, RankHead]) -> set[int]:
+    """Return the ranks that step something of the same, whoever logs it."""
+    names = {fqn for one in stepped for fqn in one.members}
+    return {r for r, head in heads.items() if any(not names.isdisjoint(entry.members) for entry in head.entries)}
+
+
 def by_source(targets: Iterable[Target]) -> dict[int, dict[int, list[Copy]]]:
     """Return rank -> entry -> what is wanted of what that rank has logged of that entry."""
     found: dict[int, dict[int, list[Copy]]] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -11,7 +12,9 @@ import msgspec
 from ckpt.errors import ReplayError
 from ckpt.repo.lineage import Way, read_head, ways_to
 from ckpt.repo.log_files import Scan, files_of, ranks_of, scan
+from ckpt.repo.log_joint import behind_others, first_parted
 from ckpt.repo.log_needs import headless_after
+from ckpt.words import listed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -19,6 +22,9 @@ if TYPE_CHECKING:
     from ckpt.gradlog.copies.bringing import Copies
     from ckpt.runtime.comm import Comm
     from ckpt.store.base import Store
+
+
+log = logging.getLogger("ckpt")
 
 
 class Stretch(msgspec.Struct, frozen=True, array_like=True):
@@ -33,11 +39,14 @@ class Stretch(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True, slots=True)
 class Recovery:
-    """``base``: the checkpoint. ``stretches``: what is replayed on it, in order. ``notes``: what is not, and why."""
+    """``base``: the checkpoint. ``stretches``: what is replayed on it, in order. ``notes``: what is not, and why.
+    ``ends``: why some rank's sound records are not replayed, where that is no damage.
+    """
 
     base: int
     stretches: tuple[Stretch, ...] = ()
     notes: tuple[str, ...] = ()
+    ends: tuple[str, ...] = ()
 
     @property
     def step(self) -> int:
@@ -84,13 +93,18 @@ def find_recovery(
     """
 
     def work() -> bytes:
-        ways, doubt = ways_to(store, step)
+        ways, doubt, given_up = ways_to(store, step)
         if doubt is not None and not lenient:  # to go back in time must be somebody's decision
             raise ReplayError(
                 f"{doubt}. replay=False or the step= of a checkpoint loads what was saved in full, fallback=True goes "
                 f"as far as can be read (of a ckpt.Checkpointer: in load_options)"
             )
         doubts = [] if doubt is None else [str(doubt)]
+        if given_up:
+            doubts.append(
+                f"step {listed(given_up, 8)} is of a past that was given up: a job was brought back to before it, and "
+                f"went on from there; step={given_up[-1]} loads it"
+            )
         if step is None:
             last = max((span.number for way in ways for span in way.spans), default=0)
             doubts += [
@@ -106,15 +120,19 @@ def find_recovery(
         if recoveries[-1].stretches:
             break  # bases further back lead to the same end, and are longer on their way
     # Of two that come to the same step the one that says why it comes no further: that must not be lost.
-    best = max(recoveries, key=lambda one: (one.step, one.base, bool(one.notes)))
+    best = max(recoveries, key=lambda one: (one.step, one.base, bool(one.notes), bool(one.ends)))
     if step is not None:
         best = recoveries[0]
     if best.notes and not lenient:
         raise ReplayError(f"{'; '.join(best.notes)}. step={best.step} is as far as the log is sound")
     if step is not None and best.step != step:
-        raise ReplayError(f"step {step} cannot be reached: the log of all ranks ends behind step {best.step}")
+        why = "".join(f"; {one}" for one in best.ends)
+        raise ReplayError(f"step {step} cannot be reached: the log of all ranks ends behind step {best.step}{why}")
+    if comm.rank == 0:
+        for end in best.ends:
+            log.warning("%s", end)
     others = [one for one in recoveries if one is not best]
-    return [replace(best, notes=(*best.notes, *doubts)), *others]
+    return [replace(best, notes=(*best.notes, *best.ends, *doubts)), *others]
 
 
 def _way(store: Store, way: Way) -> _Way:
@@ -130,21 +148,30 @@ def _ended(comm: Comm, store: Store, way: _Way, copies: Copies | None) -> Recove
     """Ask how far a way goes: ranks share the work of looking, and the least that any rank has counts."""
     stretches: list[Stretch] = []
     notes: list[str] = []
+    ends: list[str] = []
     for i, span in enumerate(way.spans):
         if span.last is not None and span.last < span.first:
             continue
         scans = _scans(comm, store, span, copies)
         last = min(one.last for one in scans)
-        notes += [one.trouble for one in scans if one.trouble and one.last == last]
+        parted = first_parted({one.rank: one.taking for one in scans}, span.first, last)
+        if parted is not None:  # no damage: to come back from that must not need a human
+            last = parted.end
+            ends.append(parted.text(span.number))
+        else:  # damage further on is of records that do not count in any case
+            notes += [one.trouble for one in scans if one.trouble and one.last == last]
+        if parted is None and span.last is None and not notes:
+            ends += filter(None, [behind_others(span.number, span.first, {one.rank: one.last for one in scans})])
         if last >= span.first:
             stretches.append(Stretch(span.number, span.first, last, span.world, span.run))
         if span.last is None:
             break
         if last < span.last:  # another log goes on from where this one should have come to
             if not notes and i + 1 < len(way.spans):
+                notes += ends
                 notes.append(f"log {span.number} ends behind step {last}, and what follows it begins at {span.last}")
             break
-    return Recovery(way.step, tuple(stretches), tuple(notes))
+    return Recovery(way.step, tuple(stretches), tuple(notes), tuple(ends))
 
 
 def _scans(comm: Comm, store: Store, span: _Span, copies: Copies | None) -> Sequence[Scan]:
@@ -160,6 +187,7 @@ def _scans(comm: Comm, store: Store, span: _Span, copies: Copies | None) -> Sequ
                     span.first,
                     span.last,
                     None if near is None else partial(near.is_sound, store, span.run, rank),
+                    None if near is None else partial(near.beside, span.run, rank),
                 )
                 for rank in mine
             ]

@@ -17,8 +17,9 @@ from ckpt.errors import ReplayError
 from ckpt.format.digest import Running, from_raw
 from ckpt.gradlog.record import read_options
 from ckpt.gradlog.replaying.deviation import NONE, Deviation, deviation_of
+from ckpt.gradlog.replaying.empty import begin_padding
 from ckpt.gradlog.replaying.incoming import Incoming, put_loose
-from ckpt.gradlog.replaying.mapping import check_logged, needed_ranks, targets_of
+from ckpt.gradlog.replaying.mapping import needed_ranks, ranks_with, targets_of
 from ckpt.gradlog.replaying.needed import read_heads
 from ckpt.gradlog.replaying.opened import Opened, only_call
 from ckpt.gradlog.replaying.reading import RankReader, read_rank_head, run_of
@@ -98,8 +99,9 @@ class Replay:
         self._heads, self._logged = read_heads(store, number, own, log_world, stepped, same=self._same)
         self._optimizers = list(dict.fromkeys(one.optimizer for one in stepped))
         self._shown = list(dict.fromkeys(one.shown for one in stepped))
-        check_logged(stepped, self._heads)
         needed = needed_ranks(stepped, self._heads)
+        if not needed and stepped:  # nothing but shards without elements: were they stepped?
+            needed = {self._own} if self._same else ranks_with(stepped, self._heads) or {self._own}
         self._needed = sorted(needed)
         # Of copies that differ (statistics of a BatchNorm) each rank of the same job gets its own, others the first.
         self._order = [rank, *range(log_world)] if log_world == world else [*range(log_world)]
@@ -140,8 +142,9 @@ class Replay:
         outcome = Outcome(notes=list(self.notes))
         readers = {r: RankReader(self.store, self.number, r, first, self._near, self._run) for r in self.ranks}
         targets = targets_of(self._stepped, self._heads)
-        incoming = Incoming(self.number, self._heads, targets, self._loose, self._own, self._order)
+        incoming = Incoming(self.number, self._heads, targets, self._loose, self._own, self._order, same=self._same)
         opened: dict[int, Opened] = {}
+        begin_padding(self._stepped)
         for step in range(first, last + 1):
             opened = {r: reader.open(step, Opened) for r, reader in readers.items()}
             self._step(step, opened, incoming, outcome)
@@ -269,8 +272,9 @@ class Replay:
         if not outcome.exact and self._strict:
             raise ReplayError(
                 f"log {self.number}: step {step}, repeated, is not what it was: something has changed what the "
-                f"optimizers step, or their state, that the log does not explain. step={step - 1} is as far as it "
-                f"explains everything; strict=False goes on with what comes out"
+                f"optimizers step, or their state, that the log does not explain, or steps of the job were compiled "
+                f"(torch.compile), which rounds otherwise. step={step - 1} is as far as it explains everything; "
+                f"strict=False goes on with what comes out"
             )
 
     def _judge(self, last: int, opened: Mapping[int, Opened], outcome: Outcome) -> None:

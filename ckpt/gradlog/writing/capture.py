@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ckpt.engine.base import dtype_name
+from ckpt.engine.shared_ending import untraced
 from ckpt.errors import ConfigError
 from ckpt.gradlog.record import Options, options_document
 from ckpt.gradlog.share import check_gradient
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from ckpt.gradlog.share import Own
 
 
+_PIECE = 1 << 15
+"""Elements whose squares are summed at once."""
 _STATE = {"amsgrad": "max_exp_avg_sq", "centered": "grad_avg", "momentum": "momentum_buffer"}
 """Options of torch's optimizers, and the state that each of them needs."""
 
@@ -78,7 +81,7 @@ class Capture:
         for number, one in enumerate(self.optimizers):
             if one.state:  # else the first step makes what its options ask for
                 self._stateful |= {(number, i): _stateful(one, group) for i, group in enumerate(one.param_groups)}
-        self._hooks = [one.register_step_pre_hook(self._hook) for one in self.optimizers]
+        self._hooks = [one.register_step_pre_hook(untraced(self._hook)) for one in self.optimizers]
 
     def close(self) -> None:
         """Take the hooks away."""
@@ -159,7 +162,9 @@ class Capture:
             one = self.own[entry]
             grad: Any = one.stepped.key.grad
             parts += list(one.take(check_gradient(one.stepped, grad)))
-        if not parts:
+        if not sum(part.numel() for part in parts):  # that it was stepped is told, of a shard without elements too
+            grad = self.own[entries[0]].stepped.key.grad
+            step.taken.append(Taken(tuple(entries), wide, Kept(torch.empty(0, dtype=grad.dtype))))
             return
         flat = parts[0] if len(parts) == 1 else torch.cat(parts)
         keeper = self._keepers.setdefault((number, wide), Keeper())
@@ -213,6 +218,10 @@ def sum_of_squares(taken: Iterable[Taken]) -> float:
     """Return the sum of the squares of the gradients as the optimizers saw them."""
     total = 0.0
     for one in taken:
-        norm = torch.linalg.vector_norm(one.kept.data, dtype=torch.float64 if one.wide == "float64" else torch.float32)
-        total += (float(norm) * (one.kept.scale or 1.0)) ** 2
+        data, scale = one.kept.data, one.kept.scale or 1.0
+        # What is stored has a multiplier of its own, down to 1e-38: in single precision its squares overflow. A piece
+        # in double precision stays in the processor's cache.
+        for at in range(0, len(data), _PIECE):
+            wide = data[at : at + _PIECE].double().mul_(scale)
+            total += float(torch.dot(wide, wide))
     return total

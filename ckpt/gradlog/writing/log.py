@@ -36,6 +36,7 @@ from ckpt.gradlog.replaying.deviation import Sampler
 from ckpt.gradlog.share import share
 from ckpt.gradlog.supported import kernel_of, refuse_unsupported
 from ckpt.gradlog.writing.capture import Capture, Step, Taken, options_of, sum_of_squares
+from ckpt.gradlog.writing.order import Order
 from ckpt.gradlog.writing.segments import SegmentWriter
 from ckpt.gradlog.writing.watch import Buffers, Watch
 from ckpt.layout.spec import BUFFER, PARAM
@@ -47,7 +48,7 @@ from ckpt.runtime.publish import now
 from ckpt.runtime.staging import tensor_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from ckpt.engine.base import EngineState, LiveShard, ReplayableAdapter, Stepped
     from ckpt.format.digest import Buffer
@@ -107,7 +108,7 @@ class GradientLog:
         self.key = log_key(self.head.number)
         self._stepped, self._buffers = stepped, Buffers(adapter.modules())
         self._watch = Watch(own, loose_of(state, stepped))
-        self._capture = Capture(own, self._watch.check)
+        self._capture = Capture(own, self._before)
         self._sampler = Sampler(own)
         comm.run("head", lambda: self._write_head(store, comm, shared))
         copy = None if peers is None else partial(peers.copy, self.head.run)
@@ -158,6 +159,7 @@ class GradientLog:
             self.give_up(trouble)
             return
         self.step = step
+        self._order.logged()
         items = collect(self._adapter.counters(), extra)
         options = options_of(self._capture.shown)
         nbytes = sum(one.nbytes for one in steps) + sum(tensor.nbytes for _, tensor in changed)
@@ -173,6 +175,10 @@ class GradientLog:
         if self._writer.failed is not None:
             self.give_up(f"it could not be stored: {self._writer.failed}")
 
+    def _before(self, entries: Iterable[int]) -> None:
+        self._watch.check(entries)
+        self._order.steps()
+
     def _trouble(self, step: int, steps: Sequence[Step]) -> str | None:
         if self._capture.failed is not None:
             return f"gradients could not be taken: {self._capture.failed}"
@@ -182,7 +188,9 @@ class GradientLog:
         return self._watch.changed
 
     def give_up(self, why: str) -> None:
-        """End the log here, with a warning that says why."""
+        """End the log here, with a warning that says why; once."""
+        if self.broken is not None:
+            return
         self.broken = why
         self._capture.close()
         log.warning("the gradient log of rank %d ends behind step %d: %s", self.rank, self.step, why)
@@ -295,6 +303,7 @@ class GradientLog:
             peers=shared.peers,
         )
         store.put(f"{rank_prefix(self.key, comm.rank)}/{RANK_HEAD}", msgspec.json.encode(head))
+        self._order = Order(self._adapter, on=comm.rank == 0)
 
 
 class _Paused:

@@ -12,6 +12,7 @@ import ckpt
 from ckpt.errors import CkptError, ConfigError, ReplayError
 from ckpt.format.frames import HEADER
 from ckpt.gradlog.costs import Costs
+from tests.harness.logged_jobs import LoggedJob
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -595,3 +596,26 @@ def test_an_interval_that_is_chosen(tmp_path: Path) -> None:
     again, report = loaded(tmp_path)
     assert report.step == 132
     assert equal(again.state(), loop.state())
+
+
+def test_a_checkpoint_of_a_past_that_was_given_up_is_not_the_newest(tmp_path: Path) -> None:
+    LoggedJob(tmp_path, full_every=10).train(25).close()
+    weights = LoggedJob(tmp_path, full_every=10, load_options={"step": 13}).train(2).close()
+    assert ckpt.steps(tmp_path) == [0, 10, 20]
+    job = LoggedJob(tmp_path, full_every=10)
+    report = job.keeper.resumed
+    assert report is not None
+    assert (report.step, report.base, job.weights()) == (15, 10, weights)
+    assert any("step 20 is of a past that was given up" in note for note in report.notes)
+    weights = job.train(10).close()  # and takes the given-up checkpoint's place
+    report = (job := LoggedJob(tmp_path, full_every=10)).keeper.resumed
+    assert report is not None
+    assert (report.step, report.notes, job.weights()) == (25, (), weights)
+    job.close()
+
+
+def test_what_loads_advise_says_where_a_checkpointer_takes_it(tmp_path: Path) -> None:
+    LoggedJob(tmp_path, full_every=10).train(5).close()
+    with pytest.raises(CkptError, match="step 9") as caught:  # and never a beginning from nothing
+        LoggedJob(tmp_path, load_options={"step": 9})
+    assert "load_options" in "".join(caught.value.__notes__)

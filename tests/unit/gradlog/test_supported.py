@@ -36,3 +36,10 @@ def test_a_complex_parameter_is_refused_at_the_start_by_name(tmp_path: Path) -> 
         optimizer.zero_grad()
         keeper.step()
     assert ckpt.steps(tmp_path) == [0, 1]
+
+
+def test_gradients_false_is_no_advice_for_state_that_is_not_saved_either(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    with pytest.raises(ConfigError, match=r"Adafactor cannot be replayed.*ckpt does not save its state either") as told:
+        ckpt.Checkpointer((model, torch.optim.Adafactor(model.parameters())), tmp_path)
+    assert "gradients=False" not in str(told.value)

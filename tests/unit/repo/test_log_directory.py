@@ -25,6 +25,7 @@ from ckpt.store.memory import MemoryStore
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 KEY = f"log/000001/{DIRECTORY}"
 
@@ -190,3 +191,34 @@ def test_a_head_of_ranks_that_there_are_not_is_refused() -> None:
     there.store.objects[key] = msgspec.json.encode({**said, "world": 3, "peers": [0]})
     with pytest.raises(MalformedData, match="different numbers of ranks"):
         there.heads(1, 2, same=True)
+
+
+def test_others_are_asked_where_a_head_or_the_directory_names_too_few(caplog: pytest.LogCaptureFixture) -> None:
+    there = Elsewhere(4)
+    there.boxes = lambda rank, world: [Box((0,), (24,))]  # type: ignore[method-assign]
+    assert there.heads(1, 4, same=True) == [0, 1, 2, 3]  # its head has no peers
+    assert "the rank's head names" in caplog.text
+    short = [Logged("p", (24,), Box((6 * rank,), (6,)), rank) for rank in range(2)]
+    del there.store.objects[KEY]
+    write_directory(there.store, 1, directory_of(short, 4, ""))
+    assert there.heads(1, 4, same=True) == [0, 1, 2, 3]
+    assert "the directory names" in caplog.text
+
+
+def test_a_folder_in_the_place_of_the_directory_is_damage(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with ckpt.Checkpointer((model, optimizer), tmp_path, full_every=100) as keeper:
+        model(torch.ones(3)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        keeper.step()
+    (place,) = tmp_path.glob("log/*/directory.json.zst")
+    place.unlink()
+    place.mkdir()
+    (head,) = tmp_path.glob("log/*/rank*/head.json")
+    head.write_bytes(msgspec.json.encode({**msgspec.json.decode(head.read_bytes()), "peers": None}))
+    again = torch.nn.Linear(3, 2)
+    assert ckpt.load((again, torch.optim.AdamW(again.parameters())), tmp_path).step == 1
+    assert torch.equal(again.weight, model.weight)
+    assert "its directory cannot be" in caplog.text

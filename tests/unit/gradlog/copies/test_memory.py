@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -14,8 +16,6 @@ from ckpt.gradlog.copies.memory import STALE_SECONDS, VARIABLE, HostMemory, Keep
 from ckpt.repo.log_files import Place
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from ckpt.format.digest import Buffer
 
 RUN = "0123456789abcdef" * 2
@@ -25,7 +25,7 @@ URL = "s3://bucket/run"
 @pytest.fixture
 def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv(VARIABLE, str(tmp_path / "memory"))
-    return tmp_path / "memory"
+    return tmp_path / "memory" / f"ckpt-{os.getuid()}"
 
 
 def frame(step: int, nbytes: int = 1000) -> list[Buffer]:
@@ -99,7 +99,7 @@ def test_what_a_full_save_makes_needless_is_removed_whoever_left_it(base: Path) 
 
 
 def test_a_folder_that_others_may_write_to_is_not_used(base: Path) -> None:
-    base.mkdir(mode=0o777)
+    base.mkdir(mode=0o777, parents=True)
     base.chmod(0o777)
     with pytest.raises(ConfigError, match="this user alone"):
         HostMemory.make(URL)
@@ -111,3 +111,54 @@ def test_no_memory_at_all_says_how_to_name_another_folder(tmp_path: Path, monkey
     monkeypatch.setenv(VARIABLE, str(tmp_path / "not" / "there"))
     with pytest.raises(ConfigError, match=f"{VARIABLE} names another"):
         HostMemory.make(URL)
+
+
+def test_nothing_but_copies_is_ever_removed(base: Path) -> None:
+    """``CKPT_PEER_MEMORY`` may name a folder in which other things are."""
+    memory = HostMemory.make(URL)
+    strangers = [base.parent / "thesis", base / "thesis", base / ("f" * 31), base / ("f" * 33)]
+    before = time.time() - STALE_SECONDS - 10
+    for folder in strangers:
+        folder.mkdir()
+        (folder / "chapter1").write_text("words")
+        for path in (folder / "chapter1", folder):
+            os.utime(path, (before, before))
+    Keeper(memory, 1 << 20).keep(RUN, 0, 1, frame(1))
+    memory.remove_left(9)
+    assert all((folder / "chapter1").exists() for folder in strangers)
+
+
+def test_what_is_no_copy_is_not_looked_at(base: Path) -> None:
+    memory = HostMemory.make(URL)
+    Keeper(memory, 1 << 20).keep(RUN, 0, 1, frame(1))
+    folder = Path(memory.folder)
+    (folder / "core.123").write_text("a file in the place of a run")
+    (folder / ("a" * 32)).write_text("one with the name of a run")
+    (folder / RUN / "rank00001").write_text("a file in the place of a rank")
+    (folder / ("b" * 32)).symlink_to(folder / ("b" * 32))
+    os.mkdir(os.fsencode(memory.folder) + b"/\xff\xfe")
+    os.mkdir(folder / RUN / "rank00000" / "000000000002.log")
+    os.mkdir(folder / RUN / "rank9")
+    assert memory.held() == {(RUN, 0): [1]}
+    memory.remove_left(0)
+    assert memory.place(RUN, 0, 2) is None
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="mounts a file system in memory")
+def test_copies_that_an_earlier_job_left_give_way_when_memory_is_full(base: Path) -> None:
+    base.mkdir(mode=0o700, parents=True)
+    mount = ["mount", "-t", "tmpfs", "-o", "size=256k,mode=700", "tmpfs", str(base)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("no right to mount here")
+    try:
+        memory = HostMemory.make(URL)
+        for step in range(1, 5):  # of a process that is gone
+            assert Keeper(memory, 1 << 20).keep(RUN, 0, step, frame(step, 50_000))
+        keeper = Keeper(memory, 1 << 20)
+        assert [keeper.keep(RUN, 0, step, frame(step, 50_000)) for step in range(5, 12)] == [True] * 7
+        assert memory.held()[RUN, 0][-1] == 11
+        assert not keeper.keep(RUN, 0, 12, frame(12, 500_000))
+        assert keeper.keep(RUN, 0, 13, frame(13, 50_000))
+        assert not [path for path in base.rglob("*") if ".tmp-" in path.name]
+    finally:
+        subprocess.run(["umount", str(base)], check=True)

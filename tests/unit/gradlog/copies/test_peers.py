@@ -13,13 +13,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt.errors import ConfigError
+from ckpt.errors import ConfigError, StoreFull
 from ckpt.format.frames import HEADER, frame_of
 from ckpt.gradlog.copies import bringing, peers
 from ckpt.gradlog.copies.bringing import Copies, Wanted
 from ckpt.gradlog.copies.lines import address_here
 from ckpt.gradlog.copies.memory import VARIABLE, HostMemory
 from ckpt.gradlog.copies.peers import Peers, checked_peers, partners_of
+from ckpt.store.local import LocalStore
 from tests.property.fake import comms, each, run_ranks
 
 if TYPE_CHECKING:
@@ -218,6 +219,54 @@ def load(hosts: Sequence[str], wanted: Any) -> list[tuple[int, list[str]]]:
 
 def own(rank: int) -> list[Wanted]:
     return [Wanted(RUN, [(rank, rank)], 2, 9)]
+
+
+def test_a_partner_that_does_not_take_copies_holds_up_no_other(monkeypatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(peers, "MANY", 3)
+    monkeypatch.setattr(peers, "CLOSE_SECONDS", 0.3)
+    stuck, answer = threading.Event(), Peers._receive
+
+    def receive(one: Peers, line: Any) -> None:
+        if one.rank == 1:
+            stuck.wait(60)
+        answer(one, line)
+
+    monkeypatch.setattr(Peers, "_receive", receive)
+
+    def work(comm: Any) -> tuple[int, bool]:
+        with comm.joint("peers"):
+            one = Peers(comm, URL, 2, None)
+        size = sum(map(len, map(bytes, frame(0, 0, 2_000_000))))
+        for step in range(20):
+            one.copy(RUN, step, frame(comm.rank, step, 2_000_000))
+        with comm.joint("end"):
+            comm.run("end", lambda: wait_for(one, 0 if comm.rank == 1 else 2 * 20 * size))
+        one.close(failed=False)
+        with comm.joint("closed"):
+            comm.run("closed", stuck.set)
+        return one.received, one.broken is not None
+
+    found = job(["a", "b", "c"], work)
+    assert [received > 0 for received, _ in found] == [True, False, True]
+    assert "rank 1 takes copies of log records more slowly" in caplog.text
+    assert "rank(s) 1 did not end within" in caplog.text
+
+
+def test_memory_that_takes_nothing_more_is_no_reason_not_to_load(base: Path) -> None:
+    hosts = ["a", "b"]
+    keep_and_die(hosts, range(2, 10))
+    lose(base, hosts, "a")
+    real = LocalStore.writer
+
+    def full(store: Any, key: str, **options: Any) -> Any:
+        if key.endswith("05.log"):
+            raise StoreFull("no inode is left", key)
+        return real(store, key, **options)
+
+    with mock.patch.object(LocalStore, "writer", full):
+        found = load(["new", "b"], own)
+    size = sum(map(len, map(bytes, frame(0, 0))))
+    assert found == [(7 * size, ["rank 0, step 5"]), (0, [])]
 
 
 def lose(base: Path, hosts: Sequence[str], lost: str) -> None:

@@ -8,6 +8,8 @@ import torch
 
 import ckpt
 from ckpt.errors import ReplayError
+from ckpt.gradlog.writing.capture import Taken, sum_of_squares
+from ckpt.gradlog.writing.lossless import Kept
 from tests.harness.logged_jobs import changed_record, loaded, logged, with_objects
 from tests.unit.gradlog.test_checkpointer import Loop, equal
 
@@ -71,3 +73,39 @@ def test_a_log_that_needs_state_which_nothing_has_made_is_a_clear_error() -> Non
 
 def _with_amsgrad(one: Any) -> Any:
     return one.__replace__(document=json.dumps({**json.loads(one.document), "amsgrad": True}))
+
+
+@pytest.mark.parametrize(("half", "scale"), [(2.0**100, 2.0**-104), (1e30, 3e-33), (2.0**-100, 1.0), (1.0, 1e-25)])
+def test_the_norm_is_that_of_the_gradient_whatever_the_multiplier(half: float, scale: float) -> None:
+    data = torch.full((100_000,), half).bfloat16()
+    kept = Taken((0,), "float32", Kept(data, scale))
+    expected = 100_000 * (float(data[0]) * scale) ** 2
+    assert sum_of_squares([kept, kept]) == pytest.approx(2 * expected, rel=1e-6)
+    assert sum_of_squares([Taken((0,), "float32", Kept(data[:0], None))]) == 0
+
+
+def test_an_empty_parameter_is_stepped_exactly_when_the_job_stepped_it(tmp_path: Path) -> None:
+    def job(seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(seed)
+        model = torch.nn.Linear(3, 2)
+        model.none, model.other = torch.nn.Parameter(torch.zeros(0, 3)), torch.nn.Parameter(torch.zeros(0))
+        return model, torch.optim.AdamW(model.parameters())
+
+    model, optimizer = job(0)
+    with ckpt.Checkpointer((model, optimizer), tmp_path, full_every=100) as keeper:
+        for step in range(4):
+            optimizer.zero_grad()
+            (model(torch.ones(2, 3)).sum() + model.none.sum() + (model.other.sum() if step % 2 else 0)).backward()
+            if step == 3:  # of what is there, nothing has elements
+                model.weight.grad = model.bias.grad = None
+            optimizer.step()
+            keeper.step()
+        assert keeper._log is not None
+        keeper._log.give_up("first")
+        keeper._log.give_up("second")
+        assert keeper._log.broken == "first"
+    again, other = job(7)
+    assert ckpt.load((again, other), tmp_path).step == 4
+    counts = [[float(one.state[p]["step"]) for p in m.parameters()] for m, one in ((model, optimizer), (again, other))]
+    assert counts[0] == counts[1]
+    assert sorted(counts[0]) == [2.0, 3.0, 3.0, 4.0]
