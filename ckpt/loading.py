@@ -248,6 +248,8 @@ class _Load:
             if late:  # otherwise one meeting of all ranks does for everything that is left
                 comm.run("refresh", self.adapter.refresh)
                 restore.carry(AFTER, state.shards)
+            if way.stretches:  # a rank that fails at that must not leave others in the engine's collectives
+                comm.run("replay", lambda: self._repeat(ready, refresh=not late))
             told = comm.gather("finish", lambda: self._finish(ready, restore, refresh=not late))
         diverged = _on_divergences(ready.index, same_world=ready.index.root.world == comm.world)
         mark_whole(module)
@@ -328,32 +330,36 @@ class _Load:
         missing = tensors.missing + found.missing
         return replace(tensors, missing=missing, unexpected=found.unexpected, conflicts=found.conflicts)
 
-    def _finish(self, ready: _Ready, restore: Restore, *, refresh: bool) -> bytes:
-        """Put everything back that is not a chunk. Returns what all ranks are told of this one."""
+    def _repeat(self, ready: _Ready, *, refresh: bool) -> None:
+        """Take over what was read, and repeat logged steps on it."""
         if refresh:
             self.adapter.refresh()
         ready.engine = self.adapter.finish(ready.saved.engine)
         if ready.replays is not None:
             ready.replayed = ready.replays.run(ready.saved, self.comm.beat)
+
+    def _finish(self, ready: _Ready, restore: Restore, *, refresh: bool) -> bytes:
+        """Put everything back that is not a chunk. Returns what all ranks are told of this one."""
+        if ready.replays is None:
+            self._repeat(ready, refresh=refresh)
+        elif ready.replayed is not None:
+            ready.replays.put_back(ready.saved, ready.replayed)
             ready.engine += ready.replayed.notes
             if self.copies is not None:
                 self.copies.near.forget()
         ready.returned = give_back(ready.saved, self.extra)
-        # Last of all, because everything before may draw from the generators.
-        ready.own = ready.saved.notes + restore_generators(ready.saved, self.comm.rank)
+        ready.own = ready.saved.notes + restore_generators(ready.saved, self.comm.rank)  # last: all else may draw
         replayed = ready.replayed or Outcome()
         end = _End(Notes.of(ready.engine), restore.store.bytes_read, replayed.exact, replayed.deviation)
         return msgspec.msgpack.encode(end)
 
 
 class _End(msgspec.Struct, array_like=True):
-    """What all ranks are told of one that has done its part."""
+    """What all ranks are told of one that has done its part. ``read``: bytes that it got from the store."""
 
     notes: Notes
     read: int
-    """bytes that it got from the store"""
     exact: bool | None = None
-    """of what it replayed"""
     deviation: Deviation = NONE
 
 
@@ -364,13 +370,10 @@ def _of_all(exact: Sequence[bool | None]) -> bool | None:
 
 def _on_divergences(index: Index, *, same_world: bool) -> list[str]:
     """Return a note on tensors whose replicas differed at the save, where a rank does not get its own copy back."""
-    if not index.root.divergences:
-        return []
     apart = {index.specs[c.spec].key for part in index.parts for c in part.chunks if c.ranks} if same_world else set()
     names = sorted({f"{d.fqn} ({d.role})" for d in index.root.divergences if (d.fqn, d.role) not in apart})
-    if not names:
-        return []
-    return [f"replicas differed at the save, all ranks have got the copy that was kept: {listed(names, 5)}"]
+    said = f"replicas differed at the save, all ranks have got the copy that was kept: {listed(names, 5)}"
+    return [said] if names else []
 
 
 def steps(root: Root | None = None) -> list[int]:
@@ -393,5 +396,4 @@ def latest(root: Root | None = None) -> int | None:
     Raises:
         StoreError: the root cannot be read.
     """
-    found = steps(root)
-    return found[-1] if found else None
+    return max(steps(root), default=None)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from click.testing import CliRunner
 
+from ckpt.cli.main import cli
 from ckpt.repo.repository import Repository
 from ckpt.store.open import open_store
 from tests.e2e.test_deepspeed_parallel import moe, pp, tp
@@ -142,3 +145,6 @@ def test_each_gradient_is_logged_once_in_as_few_bytes_as_hold_it(name: str, tmp_
     )
     assert sum(one["payload"] for one in found) == 3 * width * parameters
     assert all(one["written"] <= one["payload"] + 3 * (64 << 10) for one in found)
+    steps = json.loads(CliRunner().invoke(cli, ["log", str(tmp_path), "--json"]).stdout)["steps"]
+    assert len(steps) == 3
+    assert all(one["skipped"] or one["norm"] > 1e-3 for one in steps)

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 
-from ckpt.cli.log import ranges
+from ckpt.cli.log import _stored, ranges
 from ckpt.cli.main import cli
 from ckpt.store.local import LocalStore
 from tests.harness.logged_jobs import PARAMETERS, LoggedJob, changed_record, loaded, logged, on_two_ranks, two_logs

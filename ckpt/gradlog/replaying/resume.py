@@ -78,10 +78,10 @@ class Replays:
         return [Wanted(one.run, spans_of(replay.ranks), one.first, one.last) for one, replay in pairs if one.run]
 
     def run(self, saved: Saved, beat: Callable[[], None]) -> Outcome:
-        """Repeat the steps on the engine, whose load of the checkpoint is finished. A collective of the engine's.
+        """Repeat the steps on the engine, whose load of the checkpoint is finished. Nothing here is collective.
 
         Args:
-            saved: objects of the checkpoint; those that the log has newer ones of are replaced.
+            saved: objects of the checkpoint.
             beat: called behind each step.
 
         Raises:
@@ -98,8 +98,16 @@ class Replays:
             whole.kinds |= done.kinds
             whole.notes += done.notes
             saved.rng_is_own = saved.rng_is_own and self._rank < one.world
-        _put_back(self._adapter, self._stepped, saved, whole)
         return whole
+
+    def put_back(self, saved: Saved, whole: Outcome) -> None:
+        """Make of what was repeated the engine's state. A collective of the engine's: no rank may have failed.
+
+        Args:
+            saved: objects of the checkpoint; those that the log has newer ones of are replaced.
+            whole: what :meth:`run` returned.
+        """
+        _put_back(self._adapter, self._stepped, saved, whole)
 
 
 def _put_back(adapter: ReplayableAdapter, stepped: Sequence[Stepped], saved: Saved, whole: Outcome) -> None:

@@ -73,6 +73,8 @@ class Trained:
 def kept(job: Trained, root: Path, **options: Any) -> Iterator[Any]:
     """Keep a job's checkpoints and its log while the block runs."""
     with ckpt.Checkpointer(job.engine, root, extra={"mark": 3}, **{"keep": None, **options}) as keeper:
+        if keeper._handle is not None:  # what is done while the job is alive needs its first full save
+            keeper._handle.durable.settled()
         yield keeper
 
 
