@@ -114,3 +114,32 @@ def _loaded(root: str, job: Job) -> dict[str, Any]:
 
 def _weights(job: Job) -> list[torch.Tensor]:
     return [one.tensor for one in job.adapter.describe().shards if one.spec.role == "param"]
+
+
+def log_and_end(rank: int, world: int, *, root: str, kind: str, steps: int, **options: Any) -> None:
+    """Train with a log to its end."""
+    job = Job(kind, seed=0, **options)
+    with ckpt.Checkpointer(job.engine, root, full_every=1000) as keeper:
+        for step in range(steps):
+            job.train(1, step)
+            keeper.step()
+
+
+def cannot_repeat(rank: int, world: int, *, root: str, kind: str, at: int, **options: Any) -> str:
+    """Load, while rank 1 cannot repeat a step; return what the load says."""
+    job = Job(kind, seed=0, **options)
+    step = torch.optim.Optimizer.register_step_pre_hook
+    counted = iter(range(1, 1000))
+
+    def fail(*_: Any) -> None:
+        if next(counted) == at:
+            raise RuntimeError("no more device memory")
+
+    if rank == 1:
+        for optimizer in {one.optimizer for one in job.adapter.stepped()}:  # type: ignore[attr-defined]
+            step(optimizer, fail)
+    try:
+        ckpt.load(job.engine, root)
+    except CkptError as error:
+        return f"{type(error).__name__}: {error}"
+    return "loaded"

@@ -113,3 +113,16 @@ def test_steps_that_overflow_are_no_calls_too_many(stage: int, tmp_path: Path) -
     assert not [line for lines in told for line in lines if "step" in line and "replicas" not in line]
     skipped = [one.skipped for one in history_of(open_store(tmp_path)).steps]
     assert any(skipped), skipped
+
+
+@pytest.mark.parametrize(
+    "options", [{"kind": "deepspeed", "stage": 3, "dtype": "bf16"}, {"kind": "fsdp2"}], ids=lambda one: one["kind"]
+)
+def test_all_ranks_hear_of_a_step_that_one_cannot_repeat(options: dict[str, Any], tmp_path: Path) -> None:
+    """Else they wait for it in what the engine does together behind a replay."""
+    common = {"timeout": 60, "root": str(tmp_path), **options}
+    ranks(2, f"{CASES}:log_and_end", steps=4, **common).values()
+    for said in ranks(2, f"{CASES}:cannot_repeat", at=3, **common).values():
+        assert said.startswith("RankFailure: "), said
+        assert "rank 1: ReplayError: log 1, step 3" in said
+        assert "no more device memory" in said
