@@ -51,7 +51,7 @@ def test_one_document(root: Path) -> None:
     names = ("base", "step", "steps", "world", "exact", "dry_run", "notes", "removed")
     assert [said[name] for name in names] == [0, 3, 3, 1, True, False, [], []]
     assert said["dropped"] == {"files": 0, "nbytes": 0, "in_use": 0}
-    assert said["values"] == {"compared": 24, "differ": 0, "worst": 0.0, "first": None}
+    assert said["values"] == {"compared": 216, "differ": 0, "worst": 0.0, "first": None}
     assert said["kernels"][0]["why"] == []
     assert said["bytes_written"] > 0
     said = json.loads(run(str(root), "--json", "--keep", "1").output)

@@ -69,7 +69,12 @@ def test_nor_does_one_of_standard_error(tmp_path: Path) -> None:
 @pytest.mark.parametrize("options", [[], ["--json"]], ids=str)
 def test_ctrl_c_is_said_and_has_a_code_of_its_own(root: Path, tmp_path: Path, options: list[str]) -> None:
     os.mkfifo(tmp_path / "rules.yaml")
+    # A shell that starts tests in the background makes them, and all that they start, ignore the signal.
+    heeding = (
+        "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execv(sys.argv[1], sys.argv[1:])"
+    )
     command = line("reshard", root, tmp_path / "dst", "--rules", tmp_path / "rules.yaml", *options)
+    command = [sys.executable, "-c", heeding, *command]
     with (
         subprocess.Popen(command, cwd=REPO, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process,
         (tmp_path / "rules.yaml").open("w"),  # opens when the other side does, which then waits for a text
