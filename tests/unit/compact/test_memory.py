@@ -39,6 +39,5 @@ def peak(root: Path, width: int) -> int:
 
 
 def test_a_large_model_takes_no_more_than_a_small_one(tmp_path: Path) -> None:
-    # What is stepped, its state and its gradient are 112 MiB of the large one. What the allocator keeps for threads
-    # comes on top of what is asked of it, and differs from run to run.
-    assert peak(tmp_path / "large", 1920) - peak(tmp_path / "small", 8) < MEMORY + (16 << 20)
+    # What is stepped, its state and its gradient are 112 MiB of the large one.
+    assert peak(tmp_path / "large", 1920) - peak(tmp_path / "small", 8) < MEMORY
