@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from bench_hosts import REPO, environment, network, server, wait_for_bucket
+from bench_hosts import REPO, environment, network, server, wait_for, wait_for_bucket
 
 ROOT = "s3://bench/run"
 LOST = 1
@@ -147,16 +147,7 @@ def run_ranks(phase: str, prefix: str, folder: Path, options: argparse.Namespace
         command = ["ip", "netns", "exec", f"{prefix}h{rank}", sys.executable, __file__, "--rank", phase]
         with open(folder / f"{phase}{rank}", "wb") as log:
             ranks.append(subprocess.Popen(command, env=env, cwd=REPO, stdout=log, stderr=log))
-    try:
-        codes = [process.wait(900) for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-            process.wait()
-    if any(codes):
-        for rank in range(options.hosts):
-            print((folder / f"{phase}{rank}").read_text()[-3000:], file=sys.stderr)
-        sys.exit(f"ranks ended with {codes}")
+    wait_for(ranks, [folder / f"{phase}{rank}" for rank in range(options.hosts)])
     return (folder / f"{phase}0").read_text()
 
 

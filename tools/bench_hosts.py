@@ -204,19 +204,27 @@ def main() -> None:
             with open(folder / f"rank{rank}", "wb") as log:
                 env = environment(rank, options.hosts, options)
                 ranks.append(subprocess.Popen(command, env=env, cwd=REPO, stdout=log, stderr=log))
-        try:
-            codes = [process.wait(900) for process in ranks]
-        finally:
-            for process in ranks:
-                process.kill()
-                process.wait()
+        logs = [folder / f"rank{rank}" for rank in range(options.hosts)]
+        wait_for(ranks, logs)
         lines = (folder / "rank0").read_text().splitlines()
         found = [json.loads(line.removeprefix("BENCH ")) for line in lines if line.startswith("BENCH ")]
-        if any(codes) or not found:
-            for rank in range(options.hosts):
-                print((folder / f"rank{rank}").read_text()[-3000:], file=sys.stderr)
-            sys.exit(f"ranks ended with {codes}")
+        if not found:
+            sys.exit(f"rank 0 measured nothing:\n{logs[0].read_text()[-3000:]}")
     show(found, options)
+
+
+def wait_for(ranks: list[subprocess.Popen[bytes]], logs: list[Path]) -> None:
+    """Wait for the ranks of a job, and end with what they printed if one of them fails."""
+    try:
+        codes = [process.wait(900) for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+    if any(codes):
+        for log in logs:
+            print(log.read_text()[-3000:], file=sys.stderr)
+        sys.exit(f"ranks ended with {codes}")
 
 
 def show(found: list[dict[str, Any]], options: argparse.Namespace) -> None:
