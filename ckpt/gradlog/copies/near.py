@@ -50,10 +50,10 @@ class Near:
 
     def beside(self, run: str, rank: int, place: Place) -> tuple[Store, Place] | None:
         """Return where else a record is, as :meth:`find` does, which was proved a moment ago and is not again."""
-        if _name(run, rank, place) in self._looked.objects or self.memory is None or not run:
+        if _name(run, rank, place) in self._looked.objects or self.memory is None:
             return self.find(run, rank, place)
-        copy = self.memory.place(run, rank, place.step)
-        return None if copy is None or copy.digest != place.digest else (self.memory.store, copy)
+        copy = self.memory.alike(run, rank, place)
+        return None if copy is None else (self.memory.store, copy)
 
     def is_sound(self, store: Store, run: str, rank: int, place: Place) -> bool:
         """Is this record known to be what was written, by a copy or by a look at all of it now? False: not known."""
